@@ -1,0 +1,34 @@
+# `make train` and `make test` are all a newcomer needs; both build .venv first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+SETUP := $(VENV)/.installed
+
+.PHONY: train test lint types bench smollm2 clean help
+
+help: ## list the targets
+	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
+
+# torch comes first: where a CPU-only build of this version is offered it is a tenth of the size
+# of the default build; the project itself accepts any torch >= 2.10.
+$(SETUP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@
+
+train: $(SETUP) ## train the built-in model on the built-in task (a few minutes)
+	$(BIN)/estr train
+
+test: $(SETUP) lint types ## tests, lint and types
+	$(BIN)/python -m pytest
+
+lint: $(SETUP) ## ruff over the whole tree
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(SETUP) ## strict type check of src
+	$(BIN)/mypy
+
+clean: ## remove what the targets above made (runs/ stays)
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

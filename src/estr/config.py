@@ -1,0 +1,255 @@
+"""The recipe: defaults < file < command line, validated before any compute is spent.
+
+    recipe = load_recipe("recipes/calculator.toml", overrides=["max_staleness=0", "correction.tau=0.5"])
+
+A recipe is TOML. Top-level keys are the fields of `Recipe`; its tables are the dataclasses of
+`estr.options`. `task` and `correction` are open tables: a name (built-in, or "module:attribute"
+of one's own) and that thing's own options; a plain string is short for a table with only the name.
+Unknown keys are refused at every level, with the nearest known one. No torch is imported here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from .errors import ConfigError
+from .options.corrections import CORRECTION_OPTIONS, require
+from .options.run import (
+    CheckpointOptions,
+    EngineOptions,
+    EvalOptions,
+    LossOptions,
+    RolloutOptions,
+    SamplingOptions,
+    TrainerOptions,
+)
+
+T = TypeVar("T")
+Table = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A whole run. Every field is a key of the recipe file; see docs/config.md."""
+
+    name: str = "calculator"
+    """Names the run folder, runs/NAME."""
+    model: str = "builtin"
+    """"builtin", "smollm2-135m-instruct", or the folder of a Hugging Face causal LM."""
+    task: Table = field(default_factory=lambda: {"name": "calculator"})
+    """A name and its options."""
+    correction: tuple[Table, ...] = ({"name": "estr"},)
+    """One correction or several: masks and weights multiply, at most one brings a surrogate."""
+    seed: int = 0
+    steps: int = 120
+    """Optimizer steps."""
+    groups_per_step: int = 16
+    """Groups in one optimizer step (B)."""
+    group_size: int = 8
+    """Rollouts of each problem (G)."""
+    num_minibatches: int = 1
+    """Optimizer steps made of one batch of groups."""
+    max_staleness: int = 4
+    """Bound on v_target - v_first of every trained trajectory (S); 0: synchronous."""
+    publish_every: int = 1
+    """Optimizer steps between two versions that the engine is given."""
+    in_flight: bool = True
+    """Switch weights under running requests; false: requests finish under the old ones first."""
+    kv: typing.Literal["recompute", "keep"] = "recompute"
+    """What becomes of running requests' key-value caches at a switch."""
+    sampling: SamplingOptions = field(default_factory=SamplingOptions)
+    engine: EngineOptions = field(default_factory=EngineOptions)
+    trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    loss: LossOptions = field(default_factory=LossOptions)
+    rollout: RolloutOptions = field(default_factory=RolloutOptions)
+    eval: EvalOptions = field(default_factory=EvalOptions)
+    checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+
+    def __post_init__(self) -> None:
+        require(
+            bool(self.name) and not set(self.name) & set("/\\\0") and self.name not in (".", ".."),
+            f"name must be a plain folder name, not {self.name!r}",
+        )
+        for key in ("steps", "groups_per_step", "num_minibatches", "publish_every"):
+            value = getattr(self, key)
+            require(value >= 1, f"{key} must be at least 1, not {value}")
+        require(
+            self.group_size >= 2,
+            f"group_size must be at least 2, not {self.group_size}: "
+            "advantages compare the members of a group",
+        )
+        require(self.max_staleness >= 0, f"max_staleness must be >= 0, not {self.max_staleness}")
+        require(0 <= self.seed < 2**63, f"seed must be in [0, 2^63), not {self.seed}")
+        slack = self.num_minibatches + self.publish_every - 2
+        require(
+            slack <= self.max_staleness,
+            f"max_staleness = {self.max_staleness} cannot hold with num_minibatches = "
+            f"{self.num_minibatches} and publish_every = {self.publish_every}: tokens are up to "
+            f"{slack} versions old by then; raise max_staleness to {slack} or lower those",
+        )
+        require(
+            self.sampling.max_new_tokens <= self.sampling.max_tokens,
+            f"sampling.max_new_tokens = {self.sampling.max_new_tokens} exceeds "
+            f"sampling.max_tokens = {self.sampling.max_tokens}",
+        )
+
+    def to_toml(self) -> str:
+        """The resolved recipe, readable by load_recipe."""
+        import tomli_w
+
+        return tomli_w.dumps(dataclasses.asdict(self))
+
+
+def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Recipe:
+    """Read, override and validate. Raises ConfigError naming key, value and remedy.
+
+    overrides: "a.b=value" strings; the value is read as TOML, or as text where it is not TOML.
+    """
+    table: Table = {}
+    if path is not None:
+        try:
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        except OSError as error:
+            raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{path} is not TOML: {error}") from error
+    for override in overrides:
+        _apply_override(table, override)
+    return recipe_from_table(table)
+
+
+def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
+    """A validated Recipe from nested dicts. Raises ConfigError."""
+    table = dict(table)
+    if "task" in table:
+        table["task"] = _named(table["task"], "task")
+    if "correction" in table:
+        entries = table["correction"]
+        entries = entries if isinstance(entries, list | tuple) else [entries]
+        table["correction"] = [
+            _named(entry, f"correction[{i}]" if len(entries) > 1 else "correction")
+            for i, entry in enumerate(entries)
+        ]
+        if not table["correction"]:
+            raise ConfigError('correction is empty; say correction = "none" for no correction')
+    recipe = read_options(Recipe, table, "")
+    for entry in recipe.correction:
+        correction_options(entry)
+    return recipe
+
+
+def correction_options(entry: Mapping[str, Any]) -> Any:
+    """The typed options of one `correction` table; the raw table for "module:Class" ones, which
+    `estr.corrections` reads. Raises ConfigError."""
+    options = dict(entry)
+    name = options.pop("name")
+    if ":" in name:
+        return options
+    if name not in CORRECTION_OPTIONS:
+        raise ConfigError(
+            f"correction.name = {name!r} is unknown; {_nearest(name, CORRECTION_OPTIONS)}"
+        )
+    return read_options(CORRECTION_OPTIONS[name], options, f"correction ({name})")
+
+
+def read_options(cls: type[T], table: Mapping[str, Any], place: str) -> T:
+    """A table as the dataclass `cls`: unknown keys refused at every level, types checked, the
+    dataclass's own checks run. `place` is the table's path in messages. Raises ConfigError."""
+    _refuse_unknown(cls, table, place)
+    try:
+        return msgspec.convert(dict(table), cls)
+    except msgspec.ValidationError as error:
+        text = str(error)
+        at = ""
+        if " - at `$" in text:
+            text, _, at = text.partition(" - at `$")
+            at = at.rstrip("`").lstrip(".")
+        where = ".".join(part for part in (place, at) if part)
+        raise ConfigError(f"{where}: {text}" if where else text) from error
+
+
+def _refuse_unknown(cls: Any, table: Mapping[str, Any], place: str) -> None:
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{place or 'the recipe'} must be a table, not {table!r}")
+    hints = typing.get_type_hints(cls)
+    for key, value in table.items():
+        path = f"{place}.{key}" if place else key
+        if key not in hints:
+            raise ConfigError(f"unknown key {path}; {_nearest(key, hints, _homes(key))}")
+        if dataclasses.is_dataclass(hints[key]):
+            _refuse_unknown(hints[key], value, path)
+
+
+def _homes(key: str) -> list[str]:
+    """Places in a recipe where `key` would be right."""
+    homes = []
+    for name, hint in typing.get_type_hints(Recipe).items():
+        if name == key:
+            homes.append(name)
+        elif dataclasses.is_dataclass(hint) and key in typing.get_type_hints(hint):
+            homes.append(f"{name}.{key}")
+    for name, options in CORRECTION_OPTIONS.items():
+        if key in typing.get_type_hints(options):
+            homes.append(f"correction.{key} (of {name})")
+    return homes
+
+
+def _nearest(key: str, known: Iterable[str], homes: Sequence[str] = ()) -> str:
+    if homes:
+        return "it belongs at " + " or ".join(homes)
+    known = list(known)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    if close:
+        return f"did you mean {close[0]}? (known: {', '.join(sorted(known))})"
+    return f"known: {', '.join(sorted(known))}"
+
+
+def _named(entry: Any, place: str) -> Table:
+    if isinstance(entry, str):
+        return {"name": entry}
+    if not isinstance(entry, Mapping):
+        raise ConfigError(f"{place} must be a name or a table with a name, not {entry!r}")
+    if not isinstance(entry.get("name"), str):
+        raise ConfigError(f"{place} has no name; say {place}.name = ...")
+    return dict(entry)
+
+
+def _apply_override(table: Table, override: str) -> None:
+    key, equals, text = override.partition("=")
+    path = key.strip().split(".")
+    if not equals or not all(path):
+        raise ConfigError(f"--set {override!r} is not of the form key=value")
+    try:
+        value = tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        value = text.strip()
+    default: Any = dataclasses.asdict(Recipe())
+    node = table
+    for part in path[:-1]:
+        default = default.get(part) if isinstance(default, Mapping) else None
+        child = node.get(part, _open_default(part) if node is table else None)
+        if child is None:
+            child = {}
+        if isinstance(child, str):
+            child = {"name": child}
+        if isinstance(child, list | tuple) and len(child) == 1:
+            child = _named(child[0], part)
+        if not isinstance(child, dict):
+            raise ConfigError(f"--set {override}: {part} is {child!r}, not a table")
+        node[part] = child = dict(child)
+        node = child
+    node[path[-1]] = value
+
+
+def _open_default(part: str) -> Any:
+    """`--set correction.tau=2` speaks of the default correction when the recipe names none."""
+    return {"task": {"name": "calculator"}, "correction": {"name": "estr"}}.get(part)

@@ -1,0 +1,70 @@
+"""Every error that estr raises on purpose.
+
+EstrError
+|-- ConfigError         a recipe, flag or option is wrong; raised before any compute is spent
+|-- DataError           a file of problems, a model folder or a recorded run is unusable
+|-- EngineError         an engine raised, died or answered nonsense
+|   `-- EngineTimeout   ... or did not answer in time
+|-- WeightsError        published weights are absent, torn, or not the version they claim
+|-- EnvError            an environment or a tool failed (a status of the trajectory, never a reward)
+|-- GraderError         grading failed (a status of the trajectory, never a reward)
+|-- NumericsError       a non-finite value where the mathematics forbids one
+|-- StalenessError      the staleness bound was about to be broken (a bug, never tolerated)
+|-- WorkerDied          a spawned process ended without being asked to
+|-- Interrupted         the user asked the run to stop
+`-- CheckpointError     a checkpoint is absent, torn or foreign
+"""
+
+from __future__ import annotations
+
+
+class EstrError(Exception):
+    """Base of all errors raised on purpose; `except EstrError` catches them all."""
+
+
+class ConfigError(EstrError):
+    """A recipe, flag or option is wrong. The message names the key, the value and the remedy."""
+
+
+class DataError(EstrError):
+    """A file of problems, a model folder or a recorded run cannot be used."""
+
+
+class EngineError(EstrError):
+    """An engine raised, died or answered nonsense."""
+
+
+class EngineTimeout(EngineError):
+    """An engine did not answer before the deadline."""
+
+
+class WeightsError(EstrError):
+    """Published weights are absent, torn, or not the version that they claim to be."""
+
+
+class EnvError(EstrError):
+    """An environment or one of its tools failed."""
+
+
+class GraderError(EstrError):
+    """Grading failed; the trajectory stays unscored."""
+
+
+class NumericsError(EstrError):
+    """A NaN or infinity stands where the mathematics forbids one."""
+
+
+class StalenessError(EstrError):
+    """The staleness bound was about to be broken."""
+
+
+class WorkerDied(EstrError):
+    """A spawned process ended without being asked to."""
+
+
+class Interrupted(EstrError):
+    """The user asked the run to stop."""
+
+
+class CheckpointError(EstrError):
+    """A checkpoint is absent, torn or foreign."""

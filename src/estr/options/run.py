@@ -1,0 +1,159 @@
+"""Options of everything that is not a correction: one dataclass for each table of a recipe."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from .corrections import require
+
+
+def _positive(name: str, value: float) -> None:
+    require(value > 0 and math.isfinite(value), f"{name} must be finite and above 0, not {value}")
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    require(value >= least, f"{name} must be at least {least}, not {value}")
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingOptions:
+    """How training rollouts are drawn. Only a temperature: whatever truncates or reshapes the
+    distribution (top_p, top_k, penalties) would make the recorded log-probs those of another
+    policy, so there is no key for it."""
+
+    temperature: float = 1.0
+    """Divides the logits before the softmax; above 0."""
+    max_new_tokens: int = 64
+    """Budget of one turn, tokens."""
+    max_tokens: int = 512
+    """Budget of a whole trajectory, prompt and tool output included, tokens."""
+
+    def __post_init__(self) -> None:
+        _positive("temperature", self.temperature)
+        _at_least("max_new_tokens", self.max_new_tokens, 1)
+        _at_least("max_tokens", self.max_tokens, 2)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The process that generates."""
+
+    name: Literal["local"] = "local"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Arithmetic of the sampler's forward pass; log-probs and entropies are float32 in any case."""
+    max_batch: int = 128
+    """Requests that run at once."""
+    threads: int = 1
+    device: str = "cpu"
+    gini: bool = True
+    """Record sum p(1-p) beside the entropy."""
+
+    def __post_init__(self) -> None:
+        _at_least("max_batch", self.max_batch, 1)
+        _at_least("threads", self.threads, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerOptions:
+    """The process that learns."""
+
+    lr: float = 1e-3
+    betas: tuple[float, float] = (0.9, 0.99)
+    adam_eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    """Optimizer steps over which the learning rate rises linearly from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """What follows the warm-up; linear and cosine end at 0 on the last step."""
+    grad_clip: float = 1.0
+    """Bound on the global gradient norm; inf: none."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: autocast; the master weights and the optimizer stay float32."""
+    token_budget: int = 16384
+    """Padded tokens in one micro-batch, at most."""
+    threads: int = 1
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        _positive("lr", self.lr)
+        require(all(0 <= b < 1 for b in self.betas), f"betas must be in [0, 1), not {self.betas}")
+        _positive("adam_eps", self.adam_eps)
+        require(self.weight_decay >= 0, f"weight_decay must be at least 0, not {self.weight_decay}")
+        _at_least("warmup_steps", self.warmup_steps, 0)
+        require(self.grad_clip > 0, f"grad_clip must be above 0, not {self.grad_clip}")
+        _at_least("token_budget", self.token_budget, 16)
+        _at_least("threads", self.threads, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class LossOptions:
+    """How per-token terms become one number, and rewards become advantages."""
+
+    aggregation: Literal["batch", "group"] = "batch"
+    """batch: one token mean over the batch. group: token mean within each group, then the mean
+    over groups (the formula as printed)."""
+    advantage: Literal["grpo", "no_std", "leave_one_out"] = "grpo"
+    """grpo: (reward - mean) / (std with n-1, + 1e-6). no_std: reward - mean. leave_one_out:
+    reward - mean of the others."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutOptions:
+    """Limits of one rollout."""
+
+    timeout_s: float = 300.0
+    """Wall time of a whole trajectory; beyond it the status is `timeout`."""
+    step_timeout_s: float = 60.0
+    """Wall time of one answer of the environment; beyond it the status is `env_error`."""
+    max_attempts: int = 2
+    """How often a member is tried when engine, environment or grader fail."""
+
+    def __post_init__(self) -> None:
+        _positive("timeout_s", self.timeout_s)
+        _positive("step_timeout_s", self.step_timeout_s)
+        _at_least("max_attempts", self.max_attempts, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """Held-out evaluation during training and at its end."""
+
+    every: int = 20
+    """Optimizer steps between two evaluations; 0: only at the start and the end."""
+    problems: int = 256
+    """Problems of the "test" split in one evaluation."""
+    k: int = 1
+    """Rollouts of each problem."""
+    temperature: float = 1.0
+    """0: argmax."""
+    final_problems: int = 1024
+    """Problems of the evaluations at the start and at the end."""
+
+    def __post_init__(self) -> None:
+        _at_least("every", self.every, 0)
+        _at_least("problems", self.problems, 1)
+        _at_least("final_problems", self.final_problems, 1)
+        _at_least("k", self.k, 1)
+        require(
+            self.temperature >= 0 and math.isfinite(self.temperature),
+            f"temperature must be finite and at least 0, not {self.temperature}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointOptions:
+    """When the whole state of a run is saved, besides at its end."""
+
+    every_steps: int = 0
+    """Optimizer steps between two checkpoints; 0: by time only."""
+    every_s: float = 600.0
+    """Seconds between two checkpoints."""
+    keep: int = 2
+    """How many are kept; an older one is deleted only after a newer one is complete."""
+
+    def __post_init__(self) -> None:
+        _at_least("every_steps", self.every_steps, 0)
+        _positive("every_s", self.every_s)
+        _at_least("keep", self.keep, 1)

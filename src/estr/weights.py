@@ -1,0 +1,132 @@
+"""The WeightStore seam: how versions of the weights travel from the trainer to the engines.
+
+    trainer -- publish(version, state) --> store -- fetch(version) --> engine, evaluator
+
+A version is the number of optimizer steps applied (0 = initial). A store keeps the newest `keep`
+versions, so that whatever a bounded-staleness run can still ask for is there. Receivers verify
+both the version and the digest that travel with the tensors. `MemoryWeightStore` is the shipped
+fake and the in-process form; `FileWeightStore` crosses processes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from .errors import WeightsError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+State = Mapping[str, "Tensor"]
+
+
+class WeightStore(Protocol):
+    """Keeps the newest versions of a model's weights."""
+
+    def publish(self, version: int, state: State) -> str:
+        """Make `version` available as a whole or not at all; returns its digest."""
+        ...
+
+    def fetch(self, version: int) -> dict[str, Tensor]:
+        """The tensors of `version`, verified. Raises WeightsError if absent, torn or mislabelled."""
+        ...
+
+    def latest(self) -> int | None:
+        """The newest version available, None before the first publish."""
+        ...
+
+
+class MemoryWeightStore:
+    """Copies inside one process."""
+
+    def __init__(self, keep: int = 6) -> None:
+        self._keep = keep
+        self._states: dict[int, dict[str, Tensor]] = {}
+
+    def publish(self, version: int, state: State) -> str:
+        self._states[version] = {name: t.detach().clone() for name, t in state.items()}
+        for old in sorted(self._states)[: -self._keep]:
+            del self._states[old]
+        return f"memory-{version}"
+
+    def fetch(self, version: int) -> dict[str, Tensor]:
+        if version not in self._states:
+            raise WeightsError(
+                f"version {version} is not in the store, which holds {sorted(self._states)}"
+            )
+        return dict(self._states[version])
+
+    def latest(self) -> int | None:
+        return max(self._states, default=None)
+
+
+class FileWeightStore:
+    """One safetensors file a version in a folder, written aside, then renamed.
+
+    Beside each file stands a small JSON with version, byte count and SHA-256; it is renamed into
+    place last, so a version exists exactly when its JSON does. A folder in memory (tmpfs) makes
+    the exchange as fast as a copy. The object holds no open file and can be pickled.
+    """
+
+    def __init__(self, folder: str | Path, keep: int = 6) -> None:
+        self.folder = Path(folder)
+        self.keep = keep
+
+    def _paths(self, version: int) -> tuple[Path, Path]:
+        stem = f"v{version:08d}"
+        return self.folder / f"{stem}.safetensors", self.folder / f"{stem}.json"
+
+    def publish(self, version: int, state: State) -> str:
+        from safetensors.torch import save
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        tensors = {name: t.detach().cpu().contiguous() for name, t in state.items()}
+        data = save(tensors, metadata={"version": str(version)})
+        digest = hashlib.sha256(data).hexdigest()
+        label = {"version": version, "bytes": len(data), "sha256": digest}
+        file, manifest = self._paths(version)
+        for path, content in ((file, data), (manifest, json.dumps(label).encode())):
+            aside = path.with_name(f".{path.name}.{os.getpid()}")
+            aside.write_bytes(content)
+            aside.replace(path)
+        for old in self.versions()[: -self.keep]:
+            for path in reversed(self._paths(old)):
+                path.unlink(missing_ok=True)
+        return digest
+
+    def fetch(self, version: int) -> dict[str, Tensor]:
+        from safetensors import SafetensorError
+        from safetensors.torch import load
+
+        file, manifest = self._paths(version)
+        try:
+            label = json.loads(manifest.read_text())
+            data = file.read_bytes()
+        except (OSError, ValueError) as error:
+            raise WeightsError(
+                f"version {version} is not readable in {self.folder}, "
+                f"which holds {self.versions()}: {error}"
+            ) from error
+        digest = hashlib.sha256(data).hexdigest()
+        if label.get("version") != version or label.get("sha256") != digest:
+            raise WeightsError(
+                f"{file} is not version {version} as published: label {label}, "
+                f"found {len(data)} bytes with SHA-256 {digest[:16]}"
+            )
+        try:
+            return dict(load(data))
+        except SafetensorError as error:
+            raise WeightsError(f"{file} is not a safetensors file: {error}") from error
+
+    def versions(self) -> list[int]:
+        """The versions available, oldest first."""
+        return sorted(int(p.stem[1:]) for p in self.folder.glob("v*.json"))
+
+    def latest(self) -> int | None:
+        versions = self.versions()
+        return versions[-1] if versions else None
