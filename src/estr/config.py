@@ -1,6 +1,6 @@
 """The recipe: defaults < file < command line, validated before any compute is spent.
 
-    recipe = load_recipe("recipes/calculator.toml", overrides=["max_staleness=0", "correction.tau=0.5"])
+    load_recipe("recipes/calculator.toml", overrides=["max_staleness=0", "correction.tau=0.5"])
 
 A recipe is TOML. Top-level keys are the fields of `Recipe`; its tables are the dataclasses of
 `estr.options`. `task` and `correction` are open tables: a name (built-in, or "module:attribute"
@@ -11,10 +11,10 @@ Unknown keys are refused at every level, with the nearest known one. No torch is
 from __future__ import annotations
 
 import dataclasses
-import difflib
+import math
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from .options.run import (
     SamplingOptions,
     TrainerOptions,
 )
+from .options.suggest import suggest
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -50,8 +51,11 @@ class Recipe:
     correction: tuple[Table, ...] = ({"name": "estr"},)
     """One correction or several: masks and weights multiply, at most one brings a surrogate."""
     seed: int = 0
+    """Of every random number of the run; it also names its rollouts."""
     steps: int = 120
     """Optimizer steps."""
+    epochs: int = 1000
+    """How often a finite training split is gone through, at most."""
     groups_per_step: int = 16
     """Groups in one optimizer step (B)."""
     group_size: int = 8
@@ -79,7 +83,7 @@ class Recipe:
             bool(self.name) and not set(self.name) & set("/\\\0") and self.name not in (".", ".."),
             f"name must be a plain folder name, not {self.name!r}",
         )
-        for key in ("steps", "groups_per_step", "num_minibatches", "publish_every"):
+        for key in ("steps", "epochs", "groups_per_step", "num_minibatches", "publish_every"):
             value = getattr(self, key)
             require(value >= 1, f"{key} must be at least 1, not {value}")
         require(
@@ -89,7 +93,9 @@ class Recipe:
         )
         require(self.max_staleness >= 0, f"max_staleness must be >= 0, not {self.max_staleness}")
         require(0 <= self.seed < 2**63, f"seed must be in [0, 2^63), not {self.seed}")
-        slack = self.num_minibatches + self.publish_every - 2
+        # Versions reach the engine after whole batches, so the oldest one that may serve the last
+        # mini-batch of a batch is this many steps behind it.
+        slack = math.ceil(self.publish_every / self.num_minibatches) * self.num_minibatches - 1
         require(
             slack <= self.max_staleness,
             f"max_staleness = {self.max_staleness} cannot hold with num_minibatches = "
@@ -136,18 +142,21 @@ def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
         entries = table["correction"]
         entries = entries if isinstance(entries, list | tuple) else [entries]
         table["correction"] = [
-            _named(entry, f"correction[{i}]" if len(entries) > 1 else "correction")
-            for i, entry in enumerate(entries)
+            _named(entry, _correction_place(i, len(entries))) for i, entry in enumerate(entries)
         ]
         if not table["correction"]:
             raise ConfigError('correction is empty; say correction = "none" for no correction')
     recipe = read_options(Recipe, table, "")
-    for entry in recipe.correction:
-        correction_options(entry)
+    for i, entry in enumerate(recipe.correction):
+        correction_options(entry, _correction_place(i, len(recipe.correction)))
     return recipe
 
 
-def correction_options(entry: Mapping[str, Any]) -> Any:
+def _correction_place(index: int, number: int) -> str:
+    return f"correction[{index}]" if number > 1 else "correction"
+
+
+def correction_options(entry: Mapping[str, Any], place: str = "correction") -> Any:
     """The typed options of one `correction` table; the raw table for "module:Class" ones, which
     `estr.corrections` reads. Raises ConfigError."""
     options = dict(entry)
@@ -155,62 +164,75 @@ def correction_options(entry: Mapping[str, Any]) -> Any:
     if ":" in name:
         return options
     if name not in CORRECTION_OPTIONS:
-        raise ConfigError(
-            f"correction.name = {name!r} is unknown; {_nearest(name, CORRECTION_OPTIONS)}"
-        )
-    return read_options(CORRECTION_OPTIONS[name], options, f"correction ({name})")
+        remedy = suggest(name, CORRECTION_OPTIONS, {}, "")
+        raise ConfigError(f"{place}.name = {name!r} is unknown; {remedy}")
+    return read_options(CORRECTION_OPTIONS[name], options, place, of=name)
 
 
-def read_options(cls: type[T], table: Mapping[str, Any], place: str) -> T:
+def read_options(cls: type[T], table: Mapping[str, Any], place: str, *, of: str = "") -> T:
     """A table as the dataclass `cls`: unknown keys refused at every level, types checked, the
-    dataclass's own checks run. `place` is the table's path in messages. Raises ConfigError."""
-    _refuse_unknown(cls, table, place)
+    dataclass's own checks run. `place` is the table's path in messages, `of` the name of the thing
+    whose options they are. Raises ConfigError."""
+    _refuse_unknown(cls, table, place, of)
     try:
         return msgspec.convert(dict(table), cls)
     except msgspec.ValidationError as error:
-        text = str(error)
-        at = ""
-        if " - at `$" in text:
-            text, _, at = text.partition(" - at `$")
-            at = at.rstrip("`").lstrip(".")
-        where = ".".join(part for part in (place, at) if part)
-        raise ConfigError(f"{where}: {text}" if where else text) from error
+        raise ConfigError(_explain(str(error), cls, table, place)) from error
 
 
-def _refuse_unknown(cls: Any, table: Mapping[str, Any], place: str) -> None:
+def _refuse_unknown(cls: Any, table: Mapping[str, Any], place: str, of: str) -> None:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{place or 'the recipe'} must be a table, not {table!r}")
     hints = typing.get_type_hints(cls)
+    at = f"{place}." if place else ""
     for key, value in table.items():
-        path = f"{place}.{key}" if place else key
         if key not in hints:
-            raise ConfigError(f"unknown key {path}; {_nearest(key, hints, _homes(key))}")
+            unknown = f"unknown key {at}{key}" + (f" of {of}" if of else "")
+            raise ConfigError(f"{unknown}; {suggest(key, hints, _homes(), at)}")
         if dataclasses.is_dataclass(hints[key]):
-            _refuse_unknown(hints[key], value, path)
+            _refuse_unknown(hints[key], value, at + key, "")
 
 
-def _homes(key: str) -> list[str]:
-    """Places in a recipe where `key` would be right."""
-    homes = []
+def _homes() -> dict[str, list[str]]:
+    """Every key of a recipe with the full paths where it is right."""
+    homes: dict[str, list[str]] = {}
     for name, hint in typing.get_type_hints(Recipe).items():
-        if name == key:
-            homes.append(name)
-        elif dataclasses.is_dataclass(hint) and key in typing.get_type_hints(hint):
-            homes.append(f"{name}.{key}")
+        homes.setdefault(name, []).append(name)
+        if dataclasses.is_dataclass(hint):
+            for key in typing.get_type_hints(hint):
+                homes.setdefault(key, []).append(f"{name}.{key}")
+    owners: dict[str, list[str]] = {}
     for name, options in CORRECTION_OPTIONS.items():
-        if key in typing.get_type_hints(options):
-            homes.append(f"correction.{key} (of {name})")
+        for key in typing.get_type_hints(options):
+            owners.setdefault(key, []).append(name)
+    for key, names in owners.items():
+        homes.setdefault(key, []).append(f"correction.{key} (of {', '.join(names)})")
     return homes
 
 
-def _nearest(key: str, known: Iterable[str], homes: Sequence[str] = ()) -> str:
-    if homes:
-        return "it belongs at " + " or ".join(homes)
-    known = list(known)
-    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-    if close:
-        return f"did you mean {close[0]}? (known: {', '.join(sorted(known))})"
-    return f"known: {', '.join(sorted(known))}"
+def _explain(error: str, cls: Any, table: Mapping[str, Any], place: str) -> str:
+    """msgspec's message with the full path of the key, its value and what it may be."""
+    text, _, path = error.partition(" - at `$")
+    hint: Any = cls
+    value: Any = table
+    where = place
+    for part in path.rstrip("`").replace("[", ".[").split(".")[1:]:
+        if part.startswith("["):
+            if not isinstance(value, list | tuple):  # "[...]": some value of an open table
+                break
+            hint, value = None, value[int(part.strip("[]"))]
+            where += part
+        else:
+            hint, value = typing.get_type_hints(hint)[part], value[part]
+            where += f".{part}" if where else part
+    if dataclasses.is_dataclass(hint) and isinstance(value, Mapping):
+        # A check of the dataclass itself speaks of one of its keys first.
+        names_key = text.partition(" ")[0] in typing.get_type_hints(hint)
+        joint = "" if not where else "." if names_key else ": "
+        return f"{where}{joint}{text}"
+    if typing.get_origin(hint) is typing.Literal:
+        text = "must be one of " + ", ".join(str(choice) for choice in typing.get_args(hint))
+    return f"{where} = {value!r}: {text.replace('`', '')}"
 
 
 def _named(entry: Any, place: str) -> Table:
@@ -232,13 +254,11 @@ def _apply_override(table: Table, override: str) -> None:
         value = tomllib.loads(f"v = {text}")["v"]
     except tomllib.TOMLDecodeError:
         value = text.strip()
-    default: Any = dataclasses.asdict(Recipe())
+    defaults = Recipe()
+    open_defaults: Table = {"task": defaults.task, "correction": defaults.correction[0]}
     node = table
     for part in path[:-1]:
-        default = default.get(part) if isinstance(default, Mapping) else None
-        child = node.get(part, _open_default(part) if node is table else None)
-        if child is None:
-            child = {}
+        child = node.get(part, open_defaults.get(part, {}) if node is table else {})
         if isinstance(child, str):
             child = {"name": child}
         if isinstance(child, list | tuple) and len(child) == 1:
@@ -248,8 +268,3 @@ def _apply_override(table: Table, override: str) -> None:
         node[part] = child = dict(child)
         node = child
     node[path[-1]] = value
-
-
-def _open_default(part: str) -> Any:
-    """`--set correction.tau=2` speaks of the default correction when the recipe names none."""
-    return {"task": {"name": "calculator"}, "correction": {"name": "estr"}}.get(part)

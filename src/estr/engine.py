@@ -1,7 +1,8 @@
 """The Engine seam: who draws the tokens.
 
-    rollout -- Request --> engine -- Segment (drawn tokens, log-probs, entropies, versions) --> rollout
-    loop    -- load(version) --> engine: returns when every later token is drawn under `version`
+    rollout -- Request -------> engine
+    rollout <-- Segment ------- engine   drawn tokens, each with log-prob, entropy, version
+    loop    -- load(version) -> engine   returns when every later token is drawn under it
 
 An engine serves requests in the order of their deadline version, oldest first, and switches
 weights between two tokens under running requests. `ScriptedEngine` is the shipped fake.

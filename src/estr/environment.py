@@ -69,11 +69,13 @@ class Environment(Protocol):
 
 class Task(Protocol):
     """A named set of problems. `stop` are texts of one token each that end a turn, besides the
-    model's own end-of-text; `max_turns` bounds the number of turns."""
+    model's own end-of-text; `max_turns` bounds the number of turns; `unfinished_outcome` is the
+    task's rule for a rollout that ran out of tokens, turns or time (None: left unscored)."""
 
     name: str
     stop: tuple[str, ...]
     max_turns: int
+    unfinished_outcome: float | None
 
     def size(self, split: str) -> int | None:
         """Number of problems in "train" or "test"; None: endless (drawn from the index)."""

@@ -10,7 +10,10 @@ EstrError
 |-- GraderError         grading failed (a status of the trajectory, never a reward)
 |-- NumericsError       a non-finite value where the mathematics forbids one
 |-- StalenessError      the staleness bound was about to be broken (a bug, never tolerated)
-|-- WorkerDied          a spawned process ended without being asked to
+|-- GroupsError         a group was moved where its state forbids, or released twice (a bug)
+|-- Stalled             nothing finished within the time limit; says who waits for whom
+|-- WorkerError         a spawned process raised something unexpected, or did not answer in time
+|   `-- WorkerDied      ... or ended without being asked to
 |-- Interrupted         the user asked the run to stop
 `-- CheckpointError     a checkpoint is absent, torn or foreign
 """
@@ -58,7 +61,19 @@ class StalenessError(EstrError):
     """The staleness bound was about to be broken."""
 
 
-class WorkerDied(EstrError):
+class GroupsError(EstrError):
+    """A group was moved where its state forbids, or its lease was released twice."""
+
+
+class Stalled(EstrError):
+    """Nothing finished within the time limit. The message says who waits for whom."""
+
+
+class WorkerError(EstrError):
+    """A spawned process raised something unexpected, or did not answer in time."""
+
+
+class WorkerDied(WorkerError):
     """A spawned process ended without being asked to."""
 
 

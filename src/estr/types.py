@@ -69,7 +69,8 @@ COLUMNS: tuple[Column, ...] = (
 Places that were not sampled hold NaN, not zero: nothing was computed there."""
 
 
-class RolloutId(NamedTuple):
+@dataclass(frozen=True, slots=True, order=True)
+class RolloutId:
     """What names a rollout. It is also the key of the rollout's random numbers, so two runs with
     one seed draw the same uniforms for the same rollout, whatever else shares the batch."""
 
@@ -126,7 +127,7 @@ class Segment:
                 )
             if values.dtype != column.dtype:
                 raise ValueError(f"column {column.name} is {values.dtype}, not {column.dtype}")
-        if bool(np.any((self.versions == NOT_SAMPLED) == self.sampled)):
+        if not np.where(self.sampled, self.versions >= 0, self.versions == NOT_SAMPLED).all():
             raise ValueError("a token has a version if and only if a model sampled it")
 
     def __len__(self) -> int:

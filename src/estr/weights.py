@@ -3,8 +3,10 @@
     trainer -- publish(version, state) --> store -- fetch(version) --> engine, evaluator
 
 A version is the number of optimizer steps applied (0 = initial). A store keeps the newest `keep`
-versions, so that whatever a bounded-staleness run can still ask for is there. Receivers verify
-both the version and the digest that travel with the tensors. `MemoryWeightStore` is the shipped
+versions, so that whatever a bounded-staleness run can still ask for is there. Publishing a version
+forgets those that are not older: they belong to a course of training that was given up, so nothing
+left over from it can ever be fetched as newer. Receivers verify both the version and the digest
+that travel with the tensors. `MemoryWeightStore` is the shipped
 fake and the in-process form; `FileWeightStore` crosses processes.
 """
 
@@ -33,7 +35,7 @@ class WeightStore(Protocol):
         ...
 
     def fetch(self, version: int) -> dict[str, Tensor]:
-        """The tensors of `version`, verified. Raises WeightsError if absent, torn or mislabelled."""
+        """The verified tensors of `version`. Raises WeightsError if absent, torn or mislabelled."""
         ...
 
     def latest(self) -> int | None:
@@ -45,11 +47,12 @@ class MemoryWeightStore:
     """Copies inside one process."""
 
     def __init__(self, keep: int = 6) -> None:
-        self._keep = keep
+        self._keep = _at_least_one(keep)
         self._states: dict[int, dict[str, Tensor]] = {}
 
     def publish(self, version: int, state: State) -> str:
-        self._states[version] = {name: t.detach().clone() for name, t in state.items()}
+        self._states = {v: kept for v, kept in self._states.items() if v < version}
+        self._states[version] = _copies(state)
         for old in sorted(self._states)[: -self._keep]:
             del self._states[old]
         return f"memory-{version}"
@@ -59,7 +62,7 @@ class MemoryWeightStore:
             raise WeightsError(
                 f"version {version} is not in the store, which holds {sorted(self._states)}"
             )
-        return dict(self._states[version])
+        return _copies(self._states[version])
 
     def latest(self) -> int | None:
         return max(self._states, default=None)
@@ -75,7 +78,7 @@ class FileWeightStore:
 
     def __init__(self, folder: str | Path, keep: int = 6) -> None:
         self.folder = Path(folder)
-        self.keep = keep
+        self.keep = _at_least_one(keep)
 
     def _paths(self, version: int) -> tuple[Path, Path]:
         stem = f"v{version:08d}"
@@ -85,8 +88,10 @@ class FileWeightStore:
         from safetensors.torch import save
 
         self.folder.mkdir(parents=True, exist_ok=True)
-        tensors = {name: t.detach().cpu().contiguous() for name, t in state.items()}
-        data = save(tensors, metadata={"version": str(version)})
+        for other in self.versions():
+            if other >= version:
+                self._forget(other)
+        data = save(_unshared(state), metadata={"version": str(version)})
         digest = hashlib.sha256(data).hexdigest()
         label = {"version": version, "bytes": len(data), "sha256": digest}
         file, manifest = self._paths(version)
@@ -95,9 +100,13 @@ class FileWeightStore:
             aside.write_bytes(content)
             aside.replace(path)
         for old in self.versions()[: -self.keep]:
-            for path in reversed(self._paths(old)):
-                path.unlink(missing_ok=True)
+            self._forget(old)
         return digest
+
+    def _forget(self, version: int) -> None:
+        """The label goes first: without it the version does not exist."""
+        for path in reversed(self._paths(version)):
+            path.unlink(missing_ok=True)
 
     def fetch(self, version: int) -> dict[str, Tensor]:
         from safetensors import SafetensorError
@@ -113,7 +122,7 @@ class FileWeightStore:
                 f"which holds {self.versions()}: {error}"
             ) from error
         digest = hashlib.sha256(data).hexdigest()
-        if label.get("version") != version or label.get("sha256") != digest:
+        if label != {"version": version, "bytes": len(data), "sha256": digest}:
             raise WeightsError(
                 f"{file} is not version {version} as published: label {label}, "
                 f"found {len(data)} bytes with SHA-256 {digest[:16]}"
@@ -125,8 +134,32 @@ class FileWeightStore:
 
     def versions(self) -> list[int]:
         """The versions available, oldest first."""
-        return sorted(int(p.stem[1:]) for p in self.folder.glob("v*.json"))
+        labels = self.folder.glob(f"v{'[0-9]' * 8}.json")
+        return sorted(int(label.stem[1:]) for label in labels)
 
     def latest(self) -> int | None:
         versions = self.versions()
         return versions[-1] if versions else None
+
+
+def _at_least_one(keep: int) -> int:
+    if keep < 1:
+        raise ValueError(f"a weight store keeps at least 1 version, not {keep}")
+    return keep
+
+
+def _copies(state: State) -> dict[str, Tensor]:
+    return {name: tensor.detach().clone() for name, tensor in state.items()}
+
+
+def _unshared(state: State) -> dict[str, Tensor]:
+    """The state on the CPU, every tensor with a storage of its own: safetensors refuses tied
+    weights, of which each name gets its own copy."""
+    tensors: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in state.items():
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        tensors[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return tensors

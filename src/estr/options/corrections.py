@@ -21,9 +21,11 @@ def require(condition: bool, message: str) -> None:
 
 
 def _check_clip(clip_low: float, clip_high: float) -> None:
-    require(0 < clip_low <= 1, f"clip_low must be in (0, 1], not {clip_low}")
+    why = "the ratio is clipped to [1 - clip_low, 1 + clip_high]"
+    require(0 < clip_low <= 1, f"clip_low must be in (0, 1], not {clip_low}: {why}")
     require(
-        clip_high > 0 and math.isfinite(clip_high), f"clip_high must be above 0, not {clip_high}"
+        clip_high > 0 and math.isfinite(clip_high),
+        f"clip_high must be finite and above 0, not {clip_high}: {why}",
     )
 
 
@@ -33,8 +35,11 @@ class NoneOptions:
     trainer that recomputes its old log-probs does."""
 
     edge: Literal["E", "U"] = "E"
+    """E: the ratio pi/mu; U: the ratio pi/q."""
     clip_low: float = 0.2
+    """Ratios are clipped at 1 - clip_low from below."""
     clip_high: float = 0.2
+    """Ratios are clipped at 1 + clip_high from above."""
 
     def __post_init__(self) -> None:
         _check_clip(self.clip_low, self.clip_high)
@@ -47,9 +52,13 @@ class EstrOptions:
     The paper's tau is not public; 1.0 is only where to start."""
 
     tau: float = 1.0
+    """Scale of the trust region; above 0, inf: keep all."""
     eps: float = 0.01
+    """Added to the entropy, nats; above 0."""
     clip_low: float = 0.2
+    """Ratios are clipped at 1 - clip_low from below."""
     clip_high: float = 0.2
+    """Ratios are clipped at 1 + clip_high from above."""
 
     def __post_init__(self) -> None:
         require(self.tau > 0, f"tau must be above 0, not {self.tau}")
@@ -63,10 +72,15 @@ class IcepopOptions:
     weight q/mu inside the band, surrogate on pi/q."""
 
     edge: Literal["E", "B"] = "E"
+    """E: mask on pi/mu; B: mask and weight q/mu, surrogate on pi/q."""
     alpha: float = 0.5
+    """Lowest ratio that is kept."""
     beta: float = 5.0
+    """Highest ratio that is kept."""
     clip_low: float = 0.2
+    """Ratios are clipped at 1 - clip_low from below."""
     clip_high: float = 0.2
+    """Ratios are clipped at 1 + clip_high from above."""
 
     def __post_init__(self) -> None:
         require(
@@ -83,10 +97,15 @@ class KpopOptions:
     rounds to 1."""
 
     edge: Literal["E", "B"] = "E"
+    """E: pi against mu; B: q against mu, surrogate on pi/q."""
     phi: float = 0.75
+    """Largest divergence that is kept, nats; above 0."""
     saturate: bool = False
+    """Reproduce unguarded float32."""
     clip_low: float = 0.2
+    """Ratios are clipped at 1 - clip_low from below."""
     clip_high: float = 0.2
+    """Ratios are clipped at 1 + clip_high from above."""
 
     def __post_init__(self) -> None:
         require(self.phi > 0, f"phi must be above 0, not {self.phi}")

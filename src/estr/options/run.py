@@ -41,18 +41,24 @@ class EngineOptions:
     """The process that generates."""
 
     name: Literal["local"] = "local"
+    """What draws the tokens; local: in a process on this machine."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the sampler's forward pass; log-probs and entropies are float32 in any case."""
     max_batch: int = 128
     """Requests that run at once."""
     threads: int = 1
+    """Threads of the engine process."""
     device: str = "cpu"
+    """A torch device, such as "cuda:0"."""
     gini: bool = True
     """Record sum p(1-p) beside the entropy."""
+    timeout_s: float = 120.0
+    """The engine is declared hung when it has not answered for this long."""
 
     def __post_init__(self) -> None:
         _at_least("max_batch", self.max_batch, 1)
         _at_least("threads", self.threads, 1)
+        _positive("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +66,13 @@ class TrainerOptions:
     """The process that learns."""
 
     lr: float = 1e-3
+    """Learning rate of AdamW after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.99)
+    """Decay rates of AdamW's two moments."""
     adam_eps: float = 1e-8
+    """Added to the denominator of AdamW's update."""
     weight_decay: float = 0.0
+    """Decoupled weight decay of AdamW."""
     warmup_steps: int = 0
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -74,17 +84,25 @@ class TrainerOptions:
     token_budget: int = 16384
     """Padded tokens in one micro-batch, at most."""
     threads: int = 1
+    """Threads of the trainer process."""
     device: str = "cpu"
+    """A torch device, such as "cuda:0"."""
+    timeout_s: float = 1800.0
+    """The trainer is declared hung when one batch takes longer than this."""
 
     def __post_init__(self) -> None:
         _positive("lr", self.lr)
         require(all(0 <= b < 1 for b in self.betas), f"betas must be in [0, 1), not {self.betas}")
         _positive("adam_eps", self.adam_eps)
-        require(self.weight_decay >= 0, f"weight_decay must be at least 0, not {self.weight_decay}")
+        require(
+            self.weight_decay >= 0 and math.isfinite(self.weight_decay),
+            f"weight_decay must be finite and at least 0, not {self.weight_decay}",
+        )
         _at_least("warmup_steps", self.warmup_steps, 0)
         require(self.grad_clip > 0, f"grad_clip must be above 0, not {self.grad_clip}")
         _at_least("token_budget", self.token_budget, 16)
         _at_least("threads", self.threads, 1)
+        _positive("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,11 +127,14 @@ class RolloutOptions:
     """Wall time of one answer of the environment; beyond it the status is `env_error`."""
     max_attempts: int = 2
     """How often a member is tried when engine, environment or grader fail."""
+    max_failed_groups: int = 64
+    """The run stops when this many groups in a row failed, since then something is broken."""
 
     def __post_init__(self) -> None:
         _positive("timeout_s", self.timeout_s)
         _positive("step_timeout_s", self.step_timeout_s)
         _at_least("max_attempts", self.max_attempts, 1)
+        _at_least("max_failed_groups", self.max_failed_groups, 1)
 
 
 @dataclass(frozen=True, slots=True)

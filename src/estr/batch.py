@@ -1,0 +1,248 @@
+"""From trajectories to the padded micro-batches of one optimizer step.
+
+    trajectories, advantages --> make_batches --> [Batch] --> trainer --> scatter_back --> ledger
+
+One row per segment: a trajectory of several segments gives several rows that share its advantage.
+The columns are those of `estr.types.COLUMNS`, padded with the same fills; the optimizer step is the
+sum of the micro-batches' losses, because every denominator speaks of the whole step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .errors import NumericsError
+from .types import COLUMNS, NOT_SAMPLED, Column, Segment, Trajectory
+
+Aggregation = Literal["batch", "group"]
+
+AnyArray = npt.NDArray[Any]
+
+
+class Row(NamedTuple):
+    """Where a row of a batch comes from: indices into the trajectories and their segments."""
+
+    trajectory: int
+    segment: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Batch:
+    """One micro-batch: the columns of `estr.types.COLUMNS` as tensors [rows, T], and what the loss
+    needs beside them. Own-token alignment: entry t speaks about token_ids[:, t].
+
+    token_ids: int64, padded on the right. attention_mask: bool, False on padding. loss_mask: bool,
+    the column `sampled`: a token that a model drew, every row being of a scored trajectory.
+    behavior_*: float32, NaN where not sampled. behavior_gini: None as soon as one row of the whole
+    step lacks it.
+    versions: int32, NOT_SAMPLED where not sampled. advantages: float32, sequence_ids: int64, the
+    index of the row's trajectory; both are constant along a row, padding included.
+    denominators: see make_batches. num_sampled_tokens, num_groups: of the whole optimizer step.
+    No tensor requires a gradient.
+    """
+
+    token_ids: Tensor
+    attention_mask: Tensor
+    loss_mask: Tensor
+    behavior_logprobs: Tensor
+    behavior_entropies: Tensor
+    versions: Tensor
+    advantages: Tensor
+    sequence_ids: Tensor
+    denominators: float | Tensor
+    num_sampled_tokens: int
+    num_groups: int
+    rows: tuple[Row, ...]
+    behavior_gini: Tensor | None = None
+
+
+def make_batches(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float | None],
+    groups: Sequence[int],
+    *,
+    aggregation: Aggregation,
+    token_budget: int,
+    pad_token_id: int = 0,
+    device: str | torch.device = "cpu",
+) -> list[Batch]:
+    """The micro-batches of one optimizer step, longest rows first; the same input always gives the
+    same micro-batches.
+
+    advantages[i] and groups[i] (a group id) belong to trajectories[i]. Trajectories without an
+    advantage are unscored: they leave loss and counts and get no row, nor does a segment in which
+    nothing was sampled. A micro-batch holds at most token_budget padded tokens, except that a row
+    longer than the budget forms one of its own. The rows of a trajectory may fall into different
+    micro-batches.
+
+    The denominator that divides each token's loss term, with n the sampled tokens of the scored
+    trajectories (masked ones and those of zero-variance groups included) and n_g those of group g:
+
+    - aggregation "batch": the float n: one token mean over the whole step
+    - aggregation "group": a float32 tensor [rows, 1], num_groups * n_g: the mean over groups of
+      the token mean within each (groups in which nothing was sampled are not counted)
+
+    The list is empty when no scored trajectory holds a sampled token: there is nothing to learn.
+    Raises ValueError on empty input, on sequences of unequal length, on an unknown aggregation, a
+    budget below 1, and on a segment whose first token is sampled (nothing precedes it, so no
+    logits predict it); NumericsError on an advantage that is not finite.
+    """
+    _check(trajectories, advantages, groups, aggregation, token_budget)
+    rows: list[Row] = []
+    tokens_of_group: Counter[int] = Counter()
+    for i, trajectory in enumerate(trajectories):
+        if advantages[i] is not None and trajectory.num_sampled_tokens:
+            tokens_of_group[groups[i]] += trajectory.num_sampled_tokens
+            rows += [Row(i, s) for s, seg in enumerate(trajectory.segments) if seg.sampled.any()]
+    columns = _columns_of_all([_segment(trajectories, row) for row in rows])
+    num_groups, num_sampled_tokens = len(tokens_of_group), tokens_of_group.total()
+
+    batches = []
+    for part in _split(rows, trajectories, token_budget):
+        tensors = _pad([_segment(trajectories, row) for row in part], columns, pad_token_id, device)
+        shape = tensors["token_ids"].shape
+        tensors["advantages"] = _of_rows([advantages[r.trajectory] for r in part], torch.float32)
+        tensors["sequence_ids"] = _of_rows([r.trajectory for r in part], torch.int64)
+        for name in ("advantages", "sequence_ids"):
+            tensors[name] = tensors[name].to(device).expand(shape)
+        denominators: float | Tensor = float(num_sampled_tokens)
+        if aggregation == "group":
+            sizes = [num_groups * tokens_of_group[groups[r.trajectory]] for r in part]
+            denominators = _of_rows(sizes, torch.float32).to(device)
+        batches.append(
+            Batch(
+                **tensors,
+                denominators=denominators,
+                num_sampled_tokens=num_sampled_tokens,
+                num_groups=num_groups,
+                rows=tuple(part),
+            )
+        )
+    return batches
+
+
+def scatter_back(
+    batches: Sequence[Batch], tensors: Sequence[Tensor], trajectories: Sequence[Trajectory]
+) -> list[AnyArray]:
+    """Per-token results of the micro-batches, back in the order of the trajectories.
+
+    tensors[b]: [rows, T] of batches[b], or [N] with one entry for each place where its loss_mask
+    holds, in row order; all of one dtype. trajectories: as given to make_batches. Returns one
+    array [num_tokens] per trajectory, its segments joined; places that are not trained on hold NaN
+    (floats), False (bool) or NOT_SAMPLED (integers). Raises ValueError where a tensor is missing or
+    does not fit its batch.
+    """
+    if len(batches) != len(tensors):
+        raise ValueError(f"{len(batches)} batches but {len(tensors)} tensors")
+    dtype = tensors[0].detach().cpu().numpy().dtype if tensors else np.dtype(np.float32)
+    fill = {"f": math.nan, "b": False}.get(dtype.kind, NOT_SAMPLED)
+    arrays: list[AnyArray] = [np.full(t.num_tokens, fill, dtype=dtype) for t in trajectories]
+    for batch, tensor in zip(batches, tensors, strict=True):
+        mask = batch.loss_mask
+        num_eligible = int(mask.sum())
+        if tensor.shape not in (mask.shape, (num_eligible,)):
+            raise ValueError(
+                f"a result of shape {tuple(tensor.shape)} does not fit its batch: expected "
+                f"{tuple(mask.shape)}, or {(num_eligible,)} for its eligible tokens alone"
+            )
+        values = (tensor if tensor.dim() == 1 else tensor[mask]).detach().cpu().numpy()
+        borders = mask.sum(dim=1).cumsum(dim=0)[:-1].cpu().numpy()
+        for row, of_row in zip(batch.rows, np.split(values, borders), strict=True):
+            segments = trajectories[row.trajectory].segments
+            start = sum(len(segment) for segment in segments[: row.segment])
+            places = start + np.flatnonzero(segments[row.segment].sampled)
+            arrays[row.trajectory][places] = of_row
+    return arrays
+
+
+def _check(
+    trajectories: Sequence[Trajectory],
+    advantages: Sequence[float | None],
+    groups: Sequence[int],
+    aggregation: str,
+    token_budget: int,
+) -> None:
+    if not trajectories:
+        raise ValueError("no trajectories: an optimizer step needs at least one")
+    if not len(trajectories) == len(advantages) == len(groups):
+        raise ValueError(
+            f"{len(trajectories)} trajectories, {len(advantages)} advantages and "
+            f"{len(groups)} group ids: every trajectory needs one of each"
+        )
+    if aggregation not in get_args(Aggregation):
+        raise ValueError(f"aggregation {aggregation!r} is unknown; known: batch, group")
+    if token_budget < 1:
+        raise ValueError(f"token_budget must be at least 1, not {token_budget}")
+    for trajectory, advantage in zip(trajectories, advantages, strict=True):
+        if advantage is not None and not math.isfinite(advantage):
+            raise NumericsError(f"the advantage of {trajectory.id} is {advantage}")
+        for s, segment in enumerate(trajectory.segments):
+            if len(segment) and segment.sampled[0]:
+                raise ValueError(
+                    f"segment {s} of {trajectory.id} begins with a sampled token: nothing precedes "
+                    "it, so no logits predict it; a segment starts with what the model read"
+                )
+
+
+def _segment(trajectories: Sequence[Trajectory], row: Row) -> Segment:
+    return trajectories[row.trajectory].segments[row.segment]
+
+
+def _split(
+    rows: Sequence[Row], trajectories: Sequence[Trajectory], token_budget: int
+) -> list[list[Row]]:
+    """Rows of like length together, longest first, so that the first row sets the padded length
+    (and a micro-batch too large for the device fails at once)."""
+    length = {row: len(_segment(trajectories, row)) for row in rows}
+    parts: list[list[Row]] = []
+    for row in sorted(rows, key=lambda row: (-length[row], row)):
+        if parts and (len(parts[-1]) + 1) * length[parts[-1][0]] <= token_budget:
+            parts[-1].append(row)
+        else:
+            parts.append([row])
+    return parts
+
+
+def _columns_of_all(segments: Sequence[Segment]) -> list[Column]:
+    """The columns that every segment of the step has: whether an optional one exists must not
+    depend on how the step is cut."""
+    return [c for c in COLUMNS if all(getattr(s, c.name) is not None for s in segments)]
+
+
+def _pad(
+    segments: Sequence[Segment],
+    columns: Sequence[Column],
+    pad_token_id: int,
+    device: str | torch.device,
+) -> dict[str, Tensor]:
+    """The recorded columns of the segments under their names in Batch, tensors [rows, T]."""
+    lengths = np.array([len(segment) for segment in segments])
+    shape = (len(segments), int(lengths.max()))
+    padded: dict[str, AnyArray] = {
+        "attention_mask": np.arange(shape[1]) < lengths[:, None],
+    }
+    for column in columns:
+        is_ids = column.name == "token_ids"
+        values: AnyArray = np.full(
+            shape,
+            pad_token_id if is_ids else column.fill,
+            dtype=np.int64 if is_ids else column.dtype,  # embedding lookups want int64
+        )
+        for i, segment in enumerate(segments):
+            values[i, : len(segment)] = getattr(segment, column.name)
+        padded["loss_mask" if column.name == "sampled" else column.name] = values
+    return {name: torch.from_numpy(values).to(device) for name, values in padded.items()}
+
+
+def _of_rows(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+    """One value for each row: [rows, 1]."""
+    return torch.tensor(values, dtype=dtype).unsqueeze(1)

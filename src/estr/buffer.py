@@ -1,0 +1,177 @@
+"""The buffer between rollouts and trainer: finished groups in, batches out.
+
+    rollouts --add--> running group -> finished --take--> mini-batches of TrainingGroup --> trainer
+                                    `-> failed   (fewer than two members could be scored)
+
+`Groups` keeps the accounts and decides what may be taken; the buffer brings in the trajectories,
+computes advantages, waits, and checks the bound once more on the versions really recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .advantages import AdvantageKind, group_advantages
+from .errors import GroupsError, StalenessError, Stalled
+from .groups import Group, Groups
+from .types import SCORED_STATUSES, Trajectory
+
+MIN_SCORED = 2
+"""Scored members below which a group fails: an advantage compares members."""
+
+_NAMED = 8
+"""Groups named in an error; the others are counted."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingGroup:
+    """A group as the trainer gets it. advantages[i] belongs to trajectories[i]; None: unscored.
+    target_version is the version that its step is taken at, had no update been skipped before."""
+
+    id: int
+    target_version: int
+    trajectories: tuple[Trajectory, ...]
+    advantages: tuple[float | None, ...]
+
+
+class Buffer:
+    """Finished groups on their way to the trainer. Used from one event loop; it takes over
+    `groups.on_change` to wake whoever waits."""
+
+    def __init__(self, groups: Groups, advantage: AdvantageKind = "grpo") -> None:
+        self.groups = groups
+        self._advantage: AdvantageKind = advantage
+        self._changed = asyncio.Event()
+        self._num_added = 0
+        groups.on_change = self._changed.set
+
+    def add(self, group_id: int, trajectories: Sequence[Trajectory]) -> None:
+        """The running group has ended: it finishes, or fails if fewer than two of its members
+        could be scored, and its problem is then dispatched again.
+
+        Raises GroupsError if the group is not running or the trajectories are not its own, each
+        member once; NumericsError on a reward that is not finite.
+        """
+        group = self.groups[group_id]
+        _require_own(group, trajectories)
+        scored = [a is not None for a in _advantages(trajectories, self._advantage)]
+        if sum(scored) >= MIN_SCORED:
+            self._num_added += 1
+            self.groups.finish(group, trajectories)
+            return
+        lost = Counter(
+            "unscored" if t.status in SCORED_STATUSES else t.status
+            for t, has_score in zip(trajectories, scored, strict=True)
+            if not has_score
+        )
+        self.groups.fail(group, lost.most_common(1)[0][0] if lost else "too_few_members")
+
+    def take(self, version: int, *, partial: bool = False) -> list[list[TrainingGroup]] | None:
+        """The mini-batches of the next batch, one for each optimizer step from `version` on, or
+        None while the trainer must wait. `partial` as in `Groups.select`.
+
+        Raises StalenessError, before anything is taken, if a trajectory holds a token that is too
+        old for its step, older than its group's dispatch, or newer than the trainer.
+        """
+        batch = self.groups.select(partial=partial)
+        if not batch:
+            return None
+        size = self.groups.groups_per_step
+        targets = [version + place // size for place in range(len(batch))]
+        for group, target in zip(batch, targets, strict=True):
+            for trajectory in group.trajectories:
+                _check_versions(trajectory, group, target, self.groups.max_staleness)
+        self.groups.consume(batch, version)
+        taken = [
+            TrainingGroup(
+                group.id,
+                target,
+                group.trajectories,
+                tuple(_advantages(group.trajectories, self._advantage)),
+            )
+            for group, target in zip(batch, targets, strict=True)
+        ]
+        return [taken[start : start + size] for start in range(0, len(taken), size)]
+
+    async def wait_for_batch(self, timeout_s: float) -> bool:
+        """Wait until `take` gives a batch (True) or there will never be one again (False).
+
+        timeout_s bounds the time in which no group finishes; failures do not extend it, so a run
+        in which everything fails stops as well. Raises Stalled, which says who waits for whom.
+        """
+        clock = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(timeout_s) as limit:
+                while not self.groups.ready():
+                    if self.groups.done:
+                        return False
+                    num_added = self._num_added
+                    self._changed.clear()
+                    await self._changed.wait()
+                    if self._num_added > num_added:
+                        limit.reschedule(clock.time() + timeout_s)
+                return True
+        except TimeoutError:
+            raise Stalled(self._who_waits(timeout_s)) from None
+
+    def leftover(self) -> list[Trajectory]:
+        """The run ends: mark every outstanding group as leftover and give back the finished
+        trajectories among them, which nobody will train on."""
+        return [t for group in self.groups.leftover() for t in group.trajectories]
+
+    def _who_waits(self, timeout_s: float) -> str:
+        groups = self.groups
+        blocking = groups.blocking()
+        named = ", ".join(str(group) for group in blocking[:_NAMED])
+        if len(blocking) > _NAMED:
+            named += f" and {len(blocking) - _NAMED} more"
+        whom = named or f"groups to be dispatched ({len(groups.waiting)} problems wait for it)"
+        failed = ", ".join(f"{n} by {reason}" for reason, n in groups.counters["failed"].items())
+        return (
+            f"no group finished within {timeout_s:g} s; the trainer, at version {groups.version}, "
+            f"waits for {whom}; {groups.num_finished} groups are finished, {len(groups)} of at "
+            f"most {groups.capacity} outstanding; failed: {failed or 'none'}. "
+            "Look at the engine and the environments, or raise rollout.timeout_s"
+        )
+
+
+def _advantages(trajectories: Sequence[Trajectory], kind: AdvantageKind) -> list[float | None]:
+    rewards = [t.reward for t in trajectories]
+    return group_advantages(rewards, [t.outcome for t in trajectories], kind=kind)
+
+
+def _require_own(group: Group, trajectories: Sequence[Trajectory]) -> None:
+    if group.state != "running":
+        raise GroupsError(f"{group} is not running; trajectories are added once, at its end")
+    foreign = [str(t.id) for t in trajectories if t.id.group != group.id]
+    if foreign:
+        raise GroupsError(f"{group} was given {', '.join(foreign)}")
+    members = [t.id.index for t in trajectories]
+    if len(set(members)) != len(members):
+        raise GroupsError(f"{group} was given members {members}; each counts once")
+
+
+def _check_versions(trajectory: Trajectory, group: Group, target: int, max_staleness: int) -> None:
+    first = trajectory.first_version
+    if first is None:
+        return
+    if first < group.dispatch_version:
+        raise StalenessError(
+            f"{trajectory.id}: a token was drawn at version {first}, before its group was "
+            f"dispatched at {group.dispatch_version}; the engine had not loaded what it claimed"
+        )
+    if target - first > max_staleness:
+        raise StalenessError(
+            f"{trajectory.id}: trained at version {target}, its oldest token is of {first}: "
+            f"{target - first} versions apart, max_staleness is {max_staleness}"
+        )
+    inter = trajectory.inter(target)
+    if inter < 0:
+        raise StalenessError(
+            f"{trajectory.id}: trained at version {target}, its newest token is of "
+            f"{trajectory.last_version} (inter = {inter}); tokens newer than the trainer come from "
+            "another run: start in an empty run folder"
+        )

@@ -1,0 +1,176 @@
+"""Everything about a recipe that can be wrong, found before any compute is spent.
+
+    recipe file --read--> Recipe --resolve--> model folder, task, stop tokens, correction
+                                 --play----> the gold answers of a few problems, graded
+
+Nothing is drawn and no weights are loaded: gold answers are played by a scripted engine, through
+the very path that a rollout takes (tokenizer, budgets, stop tokens, grader).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from .chat import Codec
+from .config import Recipe, load_recipe, recipe_from_table
+from .engine import ScriptedEngine
+from .environment import Task
+from .errors import ConfigError, EstrError
+from .rollout import RolloutSetting, run_rollout
+from .types import RolloutId, SamplingSettings, Trajectory
+
+T = TypeVar("T")
+
+NUM_GOLD_PROBLEMS = 4
+_GOLD_OUTCOME = 1.0
+
+
+@dataclass(slots=True)
+class Findings:
+    """notes: what was resolved, a line each. errors: what is wrong, each with its remedy."""
+
+    recipe: Recipe | None = None
+    notes: list[str] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+    def attempt(self, work: Callable[[], T]) -> T | None:
+        """The result of `work`; None, and one more error, where it raises an EstrError."""
+        try:
+            return work()
+        except EstrError as error:
+            if str(error) not in self.errors:
+                self.errors.append(str(error))
+            return None
+
+
+def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
+    """Check a recipe file (None: the defaults) with overrides. Never raises for what it finds."""
+    findings = Findings()
+    findings.recipe = findings.attempt(lambda: load_recipe(path, overrides))
+    if findings.recipe is None:
+        _check_tables(path, findings)
+        return findings
+    recipe = findings.recipe
+    task = findings.attempt(lambda: _task(recipe, findings))
+    codec = findings.attempt(lambda: _codec(recipe, findings))
+    findings.attempt(lambda: _correction(recipe, findings))
+    if task is not None and codec is not None:
+        stops = findings.attempt(lambda: codec.resolve_stops(task.stop))
+        if stops is not None:
+            findings.notes.append(f"a turn ends at token {' or '.join(map(str, stops))}")
+            _play_gold_answers(recipe, task, codec, stops, findings)
+    return findings
+
+
+def _check_tables(path: Path | None, findings: Findings) -> None:
+    """A recipe that cannot be read as a whole: what each of its tables has to say by itself."""
+    if path is None:
+        return
+    try:
+        table = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return  # the whole has said so already
+    known = Recipe.__dataclass_fields__
+    for key, value in table.items():
+        if isinstance(value, dict) or key not in known:
+            findings.attempt(partial(recipe_from_table, {key: value}))
+
+
+def _task(recipe: Recipe, findings: Findings) -> Task:
+    from .environments import build_task
+
+    task = build_task(recipe.task)
+    sizes = {split: task.size(split) for split in ("train", "test")}
+    shown = ", ".join(f"{'endless' if n is None else n} {split}" for split, n in sizes.items())
+    findings.notes.append(f"task {task.name}: {shown} problems, at most {task.max_turns} turns")
+    for split, size in sizes.items():
+        if size == 0:
+            raise ConfigError(f"task {task.name} has no problem in its {split!r} split")
+    return task
+
+
+def _codec(recipe: Recipe, findings: Findings) -> Codec:
+    from .models import ignored_sampling_settings, load_tokenizer, resolve_model
+
+    folder = resolve_model(recipe.model)
+    findings.notes.append(f"model folder {folder}")
+    ignored = ignored_sampling_settings(folder)
+    if ignored:
+        findings.notes.append(f"its generation_config is not applied: {ignored}")
+    return Codec(load_tokenizer(folder))
+
+
+def _correction(recipe: Recipe, findings: Findings) -> None:
+    from .corrections import build_correction
+
+    needs = sorted(build_correction(recipe.correction).needs)
+    names = " + ".join(str(entry["name"]) for entry in recipe.correction)
+    findings.notes.append(f"correction {names} reads {', '.join(needs) or 'nothing but log-probs'}")
+
+
+def _play_gold_answers(
+    recipe: Recipe, task: Task, codec: Codec, stops: tuple[int, ...], findings: Findings
+) -> None:
+    sampling = SamplingSettings(
+        temperature=recipe.sampling.temperature,
+        max_new_tokens=recipe.sampling.max_new_tokens,
+        max_tokens=recipe.sampling.max_tokens,
+        stop_token_ids=stops,
+    )
+    played = 0
+    for split in ("train", "test"):
+        size = task.size(split)
+        for problem in range(NUM_GOLD_PROBLEMS if size is None else min(NUM_GOLD_PROBLEMS, size)):
+            turns = task.gold(split, problem)
+            if not turns:
+                findings.notes.append(f"task {task.name} has no gold answers to play")
+                return
+            played += 1
+            trajectory = asyncio.run(_play(recipe, task, codec, sampling, split, problem, turns))
+            complaint = _complaint(trajectory)
+            if complaint:
+                findings.errors.append(
+                    f"the gold answer of {split} problem {problem} of task {task.name} "
+                    f"({' '.join(map(repr, turns))}) {complaint}"
+                )
+                return
+    findings.notes.append(f"gold answers of {played} problems are graded {_GOLD_OUTCOME:g}")
+
+
+async def _play(
+    recipe: Recipe,
+    task: Task,
+    codec: Codec,
+    sampling: SamplingSettings,
+    split: str,
+    problem: int,
+    turns: Sequence[str],
+) -> Trajectory:
+    left = iter(turns)
+    end = list(sampling.stop_token_ids[:1])
+    engine = ScriptedEngine(lambda request: codec.encode_observation(next(left, "")) + end)
+    setting = RolloutSetting(engine, task, codec, sampling, recipe.rollout, split=split)
+    return await run_rollout(
+        setting, RolloutId(0, problem, 0), problem, dispatch_version=0, deadline_version=0
+    )
+
+
+def _complaint(trajectory: Trajectory) -> str | None:
+    if trajectory.error is not None:
+        return f"fails with {trajectory.status}: {trajectory.error}"
+    if trajectory.status == "truncated" or any(
+        turn.finish_reason == "length" for turn in trajectory.turns
+    ):
+        return (
+            "does not fit; raise sampling.max_new_tokens or sampling.max_tokens, "
+            "or the task's number of turns"
+        )
+    if trajectory.outcome != _GOLD_OUTCOME:
+        return f"is graded {trajectory.outcome}, not {_GOLD_OUTCOME:g}: task and grader disagree"
+    return None

@@ -1,0 +1,163 @@
+"""Checkpoints: written aside, synced, renamed; a torn one is never mistaken for a whole one.
+
+    checkpoints/step-00000040/
+        model.safetensors       float32 master weights
+        optimizer.safetensors   exp_avg, exp_avg_sq and step of every parameter
+        trainer.json            step and version counters, learning-rate position
+        state.json              the controller's part: cursor, groups, evaluations
+        manifest.json           size and SHA-256 of all of these; written last
+
+An older checkpoint is deleted only after a newer one is complete.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .errors import CheckpointError
+
+if TYPE_CHECKING:
+    from .trainer import Trainer
+
+_MANIFEST = "manifest.json"
+_ASIDE = ".writing-"
+
+
+class Checkpoints:
+    """The checkpoints folder of one run."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.keep = keep
+
+    async def write(
+        self, step: int, state: dict[str, Any], save_trainer: Callable[[Path], Awaitable[None]]
+    ) -> Path:
+        """Write one: `save_trainer(folder)` puts the trainer's files into the folder it is given.
+
+        Raises CheckpointError; the checkpoints that were there stay as they were.
+        """
+        final = self.folder / f"step-{step:08d}"
+        aside = self.folder / f"{_ASIDE}{final.name}"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            await save_trainer(aside)
+            _write_synced(aside / "state.json", json.dumps(state).encode())
+            manifest = {p.name: _fingerprint(p) for p in sorted(aside.iterdir())}
+            _write_synced(aside / _MANIFEST, json.dumps(manifest, indent=1).encode())
+            _sync_folder(aside)
+            if final.exists():
+                shutil.rmtree(final)
+            aside.rename(final)
+            _sync_folder(self.folder)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write checkpoint {final}: {error}; free space or set checkpoint.every_s"
+            ) from error
+        for old in self.complete()[: -self.keep]:
+            shutil.rmtree(old, ignore_errors=True)
+        return final
+
+    def complete(self) -> list[Path]:
+        """Complete-looking checkpoints, oldest first (those being written are not among them)."""
+        return sorted(p for p in self.folder.glob("step-*") if p.is_dir())
+
+    def newest(self) -> tuple[Path, dict[str, Any], list[str]]:
+        """The newest whole checkpoint, its state, and a line on each torn one that was passed over.
+
+        Raises CheckpointError when there is none.
+        """
+        passed: list[str] = []
+        for folder in reversed(self.complete()):
+            try:
+                return folder, verify(folder), passed
+            except CheckpointError as error:
+                passed.append(str(error))
+        detail = "".join(f"\n  {line}" for line in passed)
+        raise CheckpointError(f"no usable checkpoint in {self.folder}{detail}")
+
+
+def verify(folder: Path) -> dict[str, Any]:
+    """The controller's state of a whole checkpoint. Raises CheckpointError naming what is torn."""
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        for name, expected in manifest.items():
+            if _fingerprint(folder / name) != expected:
+                raise CheckpointError(f"{folder / name} is not what its manifest says")
+        state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    except (OSError, ValueError, AttributeError) as error:
+        raise CheckpointError(f"checkpoint {folder} is torn: {error}") from error
+    return state
+
+
+def save_trainer(trainer: Trainer, folder: Path) -> None:
+    """The trainer's part: weights, optimizer, counters."""
+    from safetensors.torch import save
+
+    tensors = {name: t.cpu().contiguous() for name, t in trainer.master_state().items()}
+    _write_synced(folder / "model.safetensors", save(tensors))
+    moments = {}
+    for name, parameter in trainer.parameters.items():
+        for key, value in trainer.optimizer.state[parameter].items():
+            moments[f"{key}.{name}"] = value.detach().cpu().contiguous()
+    _write_synced(folder / "optimizer.safetensors", save(moments))
+    counters = {"step": trainer.step, "version": trainer.version}
+    _write_synced(folder / "trainer.json", json.dumps(counters).encode())
+
+
+def restore_trainer(trainer: Trainer, folder: Path) -> None:
+    """Put a saved state back. Raises CheckpointError when it belongs to another model."""
+    from safetensors.torch import load_file
+
+    weights = load_file(folder / "model.safetensors")
+    moments = load_file(folder / "optimizer.safetensors")
+    counters = json.loads((folder / "trainer.json").read_text())
+    current = trainer.master_state()
+    foreign = set(weights.keys() ^ current.keys())
+    foreign |= {n for n in weights.keys() & current.keys() if weights[n].shape != current[n].shape}
+    if foreign:
+        raise CheckpointError(
+            f"checkpoint {folder} is of another model: {', '.join(sorted(foreign)[:4])} differ"
+        )
+    trainer.load_master_state(weights)
+    for name, parameter in trainer.parameters.items():
+        state = {
+            key.partition(".")[0]: value.to(parameter.device)
+            for key, value in moments.items()
+            if key.partition(".")[2] == name
+        }
+        if state:
+            # The step count stays where AdamW keeps it for a fused update: beside the parameter.
+            trainer.optimizer.state[parameter] = state
+    trainer.step, trainer.version = counters["step"], counters["version"]
+
+
+def _write_synced(path: Path, data: bytes) -> None:
+    with open(path, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}

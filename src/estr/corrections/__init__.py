@@ -1,0 +1,164 @@
+"""Off-policy corrections by name, and how several compose.
+
+    correction = build_correction([{"name": "estr", "tau": 0.5}])
+    verdict = correction(columns)
+
+One file each; `base` has the types. A correction of one's own is named "module:Class"; the class
+carries its options dataclass as the attribute `Options` and is called with an instance of it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import correction_options, read_options
+from ..errors import ConfigError
+from .base import (
+    OPTIONAL_COLUMNS,
+    ClippedSurrogate,
+    Correction,
+    Surrogate,
+    TokenColumns,
+    Verdict,
+)
+from .estr import Estr
+from .icepop import Icepop
+from .kpop import Kpop
+from .none import NoCorrection
+
+__all__ = [
+    "CORRECTIONS",
+    "ClippedSurrogate",
+    "Composition",
+    "Correction",
+    "Surrogate",
+    "TokenColumns",
+    "Verdict",
+    "build_correction",
+]
+
+CORRECTIONS: dict[str, Callable[[Any], Correction]] = {
+    "none": NoCorrection,
+    "estr": Estr,
+    "icepop": Icepop,
+    "kpop": Kpop,
+}
+"""The registered names; their options stand in `estr.options.corrections` under the same names."""
+
+
+class Composition:
+    """Several corrections as one: a token is kept iff all keep it, weights multiply, and the one
+    surrogate among them is used. `needs` is the union."""
+
+    def __init__(self, parts: Sequence[Correction]) -> None:
+        self._parts = tuple(parts)
+        self.needs = frozenset().union(*(part.needs for part in self._parts))
+
+    def __call__(self, columns: TokenColumns) -> Verdict:
+        keep = columns.loss_mask
+        weight: Tensor | None = None
+        surrogate: Surrogate | None = None
+        for part in self._parts:
+            verdict = part(columns)
+            keep = keep & verdict.keep
+            if verdict.weight is not None:
+                weight = verdict.weight if weight is None else weight * verdict.weight
+            surrogate = surrogate or verdict.surrogate
+        return Verdict(keep, weight, surrogate)
+
+
+def build_correction(entries: Sequence[Mapping[str, Any]]) -> Correction:
+    """The correction that a recipe's `correction` tables describe, composed if there are several.
+
+    Each entry: a name and that correction's options. Every correction is called once here, on one
+    made-up token, so that a faulty one is found before any compute is spent.
+
+    Raises ConfigError on an unknown name or key, a module or class that is not there or does not
+    follow `Correction`, and on more than one surrogate. If none brings a surrogate,
+    `estr.losses.policy_loss` chooses.
+    """
+    if not entries:
+        raise ConfigError('no correction is given; name "none" for no correction')
+    places = (
+        [f"correction[{i}]" for i in range(len(entries))] if len(entries) > 1 else ["correction"]
+    )
+    parts = [_build(entry, place) for entry, place in zip(entries, places, strict=True)]
+    brought = [
+        entry["name"]
+        for entry, part in zip(entries, parts, strict=True)
+        if _trial(entry["name"], part).surrogate is not None
+    ]
+    if len(brought) > 1:
+        raise ConfigError(
+            f"correction: {' and '.join(brought)} each bring a surrogate, but a loss has only one; "
+            "keep one of them, and beside it corrections that only mask or weigh"
+        )
+    return parts[0] if len(parts) == 1 else Composition(parts)
+
+
+def _build(entry: Mapping[str, Any], place: str) -> Correction:
+    name = entry["name"]
+    options = correction_options(entry, place)
+    if name in CORRECTIONS:
+        return CORRECTIONS[name](options)
+    cls = _import(name, place)
+    options_class = getattr(cls, "Options", None)
+    if not (isinstance(options_class, type) and dataclasses.is_dataclass(options_class)):
+        raise ConfigError(
+            f"{place}.name = {name!r}: give the class an attribute Options, the dataclass of "
+            "its options (one without fields if it has none)"
+        )
+    correction: Correction = cls(read_options(options_class, options, place, of=name))
+    return correction
+
+
+def _import(name: str, place: str) -> Any:
+    module, _, attribute = name.partition(":")
+    if not all(part.isidentifier() for part in (*module.split("."), attribute)):
+        raise ConfigError(f"{place}.name = {name!r} must read package.module:Class")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{place}.name = {name!r} cannot be imported: {error}; "
+            "the module must be importable from where estr is started (see PYTHONPATH)"
+        ) from error
+
+
+def _trial(name: str, correction: Correction) -> Verdict:
+    """The correction's verdict on one token of ratio 1."""
+    needs = getattr(correction, "needs", None)
+    if not (isinstance(needs, frozenset) and needs <= OPTIONAL_COLUMNS):
+        raise ConfigError(
+            f"correction {name}: needs must be a frozenset within {sorted(OPTIONAL_COLUMNS)}, "
+            f"not {needs!r}"
+        )
+    value, index = torch.full((1,), -0.5), torch.zeros(1, dtype=torch.int64)
+    columns = TokenColumns(
+        policy_logprobs=value,
+        behavior_logprobs=value,
+        advantages=-value,
+        loss_mask=torch.ones(1, dtype=torch.bool),
+        proximal_logprobs=value,
+        behavior_entropies=-value,
+        behavior_gini=-value,
+        versions=index,
+        sequence_ids=index,
+    )
+    verdict = correction(columns)
+    if not (
+        isinstance(verdict, Verdict)
+        and verdict.keep.dtype == torch.bool
+        and verdict.keep.shape == value.shape
+    ):
+        raise ConfigError(
+            f"correction {name} must return a Verdict whose keep is a bool tensor of the columns' "
+            f"shape, not {verdict!r}"
+        )
+    return verdict

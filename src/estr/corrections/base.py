@@ -1,0 +1,218 @@
+"""What a correction reads (TokenColumns) and what it answers (Verdict).
+
+With behavior mu (what drew the token), proximal q (the trainer's policy at the start of the batch)
+and current pi, a correction looks along one or more of three edges:
+
+    mu --B--> q --U--> pi        B = q/mu    U = pi/q    E = pi/mu = B * U
+     `---------E--------^
+
+It makes the four choices of an off-policy objective: which tokens to keep, with which weight, under
+which surrogate, and the edge that each of them reads. The aggregation is not its business; that is
+`estr.losses`. With one optimizer step per batch q is pi itself, detached: U has value 1 and the
+gradient of log pi, and no proximal pass is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import DataError, NumericsError
+from ..options.corrections import Edge
+
+OPTIONAL_COLUMNS: frozenset[str] = frozenset(
+    {"proximal_logprobs", "behavior_entropies", "behavior_gini", "versions", "sequence_ids"}
+)
+"""What a correction may name in `needs`. The other columns are always there."""
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios are clamped to +-this before exp, which keeps ratio * advantage finite in float32."""
+
+_LEAST_ENTROPY = -1e-3
+"""Rounding may leave an entropy a little below 0; anything lower is another quantity."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenColumns:
+    """Per-token columns of one micro-batch, own-token aligned, all of one shape ([N] or [B, T]).
+
+    policy_logprobs: log pi of the token, with gradient. behavior_logprobs: log mu, as recorded at
+    the draw. advantages: of the token's trajectory. loss_mask: bool, the eligible tokens; whatever
+    the other columns hold elsewhere (NaN, inf) has no effect on any value or gradient.
+    proximal_logprobs: log q; None means pi itself, detached. behavior_entropies (nats),
+    behavior_gini: of the whole distribution that the token was drawn from. versions: of the weights
+    that drew it. sequence_ids: equal for the tokens of one trajectory.
+
+    Raises ValueError on unequal shapes, a mask that is not bool, or log-probs in 16 bits.
+    """
+
+    policy_logprobs: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    loss_mask: Tensor
+    proximal_logprobs: Tensor | None = None
+    behavior_entropies: Tensor | None = None
+    behavior_gini: Tensor | None = None
+    versions: Tensor | None = None
+    sequence_ids: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        shape = self.policy_logprobs.shape
+        for name in (field.name for field in fields(self)):
+            column = getattr(self, name)
+            if column is None:
+                continue
+            if column.shape != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(column.shape)}, policy_logprobs {tuple(shape)}"
+                )
+            if column.dtype in (torch.bfloat16, torch.float16):
+                raise ValueError(
+                    f"{name} is {column.dtype}: 16 bits round log-probs into false ratios; "
+                    "compute and store them in float32"
+                )
+        if self.loss_mask.dtype != torch.bool:
+            raise ValueError(f"loss_mask is {self.loss_mask.dtype}, not bool")
+
+    def log_ratio(self, edge: Edge) -> Tensor:
+        """log of the ratio along `edge`; exactly 0, in value and gradient, where not eligible.
+
+        E and U carry the gradient of log pi, B carries none. May be inf on an eligible token: +inf
+        where the denominator's probability is 0, -inf where the numerator's is.
+        """
+        if edge == "E":
+            log_ratio = self.policy_logprobs - self.behavior_logprobs
+        elif edge == "B":
+            log_ratio = self.log_proximal - self.behavior_logprobs
+        else:
+            log_ratio = self.policy_logprobs - self.log_proximal
+        return torch.where(self.loss_mask, log_ratio, 0.0)
+
+    @property
+    def log_proximal(self) -> Tensor:
+        """log q, detached; log pi itself where no proximal pass was made."""
+        given = self.proximal_logprobs
+        return (self.policy_logprobs if given is None else given).detach()
+
+    def require(self, name: str) -> Tensor:
+        """The optional column `name`. Raises DataError where the batch does not carry it."""
+        column: Tensor | None = getattr(self, name)
+        if column is None:
+            raise DataError(
+                f"this correction needs {name}, which the batch does not carry: "
+                "a missing value is not zero. Record it at sampling, or choose another correction"
+            )
+        return column
+
+    def check(self, needs: frozenset[str]) -> None:
+        """Refuse what no correction may silently mask: a missing column among `needs`, and on an
+        eligible token a NaN, an infinite value other than a log-prob of -inf, a negative entropy.
+
+        Raises DataError for the first, NumericsError (column, count and first place) for the rest.
+        """
+        names = ["policy_logprobs", "behavior_logprobs", "advantages"]
+        for name in sorted(needs):
+            if name == "proximal_logprobs" and self.proximal_logprobs is None:
+                continue
+            if self.require(name).is_floating_point():
+                names.append(name)
+        bad = {name: self.loss_mask & ~_valid(name, getattr(self, name)) for name in names}
+        counts = torch.stack([b.sum() for b in bad.values()]).tolist()
+        for (name, places), count in zip(bad.items(), counts, strict=True):
+            if count:
+                first = places.nonzero()[0]
+                value = float(getattr(self, name).detach()[tuple(first)])
+                raise NumericsError(
+                    f"{name}: {count} of {int(self.loss_mask.sum())} eligible tokens hold an "
+                    f"impossible value, the first is {value} at {first.tolist()}; "
+                    "masking it would hide a fault of the model or of the record"
+                )
+
+
+def _valid(name: str, column: Tensor) -> Tensor:
+    if name.endswith("_logprobs"):
+        return column < torch.inf
+    if name == "behavior_entropies":
+        return column.isfinite() & (column >= _LEAST_ENTROPY)
+    return column.isfinite()
+
+
+class Surrogate(Protocol):
+    """What is maximized on a kept token."""
+
+    @property
+    def edge(self) -> Edge:
+        """The edge whose ratio it reads."""
+        ...
+
+    def __call__(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        """(values, with gradient; bool: where a bound is active, so that the gradient is zero)."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedSurrogate:
+    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (Schulman et al. 2017, eq. 7), with the
+    two bounds apart as in DAPO (Yu et al. 2025)."""
+
+    edge: Edge
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+
+    def __call__(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        free = ratio * advantages
+        bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantages
+        return torch.minimum(free, bounded), bounded < free
+
+
+def bounded_ratio(log_ratio: Tensor) -> Tensor:
+    """exp(clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)); beyond the bounds the gradient is 0."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verdict:
+    """A correction's answer for every token of the columns it was given.
+
+    keep: bool, detached; False drops the token's term, never its place in the denominator.
+    weight: detached factor of the term, or None for 1; read only where the token is kept.
+    surrogate: what is maximized, or None to leave the choice to another correction of the list.
+    """
+
+    keep: Tensor
+    weight: Tensor | None = None
+    surrogate: Surrogate | None = None
+
+
+def region_verdict(
+    columns: TokenColumns, inside: Tensor, edge: Literal["E", "B"], clip: tuple[float, float]
+) -> Verdict:
+    """The verdict of a rule that keeps the tokens `inside` a region of `edge`.
+
+    edge E: weight 1, clipped surrogate on pi/mu. edge B: mu and q are told apart as in the
+    decoupled objective (Hilton et al. 2022): weight q/mu inside, clipped surrogate on pi/q.
+    """
+    keep = inside & columns.loss_mask
+    if edge == "E":
+        return Verdict(keep, surrogate=ClippedSurrogate("E", *clip))
+    weight = bounded_ratio(torch.where(keep, columns.log_ratio("B"), 0.0))
+    return Verdict(keep, weight, ClippedSurrogate("U", *clip))
+
+
+class Correction(Protocol):
+    """A rule against the gap between the policy that drew a token and the one being trained.
+
+    `needs` names the optional columns that it reads (OPTIONAL_COLUMNS). They are then present and
+    free of NaN on eligible tokens, except that proximal_logprobs may be None with one optimizer
+    step per batch; `TokenColumns.log_ratio` handles that.
+    """
+
+    @property
+    def needs(self) -> frozenset[str]: ...
+
+    def __call__(self, columns: TokenColumns) -> Verdict:
+        """Judge every token; called again at every gradient step, with the current policy."""
+        ...

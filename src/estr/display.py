@@ -1,0 +1,371 @@
+"""What a run shows while it goes on, and how a rollout is printed.
+
+    reporter_for(stdout)   LiveReporter on a terminal, PlainReporter elsewhere: one line every few
+                           seconds, no control characters
+
+Text that a model or a tool wrote is never trusted: control characters are shown as escapes, and
+nothing in it is read as markup.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Self
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.spinner import Spinner
+from rich.table import Table
+from rich.text import Text
+
+from .progress import Row
+
+if TYPE_CHECKING:
+    from .config import Recipe
+    from .evaluate import EvalResult
+    from .run_folder import RunFolder, Summary
+    from .types import Trajectory
+
+PLAIN_EVERY_S = 5.0
+_ROLLOUT_EVERY_S = 2.0
+_ROLLOUT_CHARS = 400
+_WINDOW = 32
+_BARS = "▁▂▃▄▅▆▇█"
+
+Decode = Callable[[list[int]], str]
+
+
+def printable(text: str, *, newlines: bool = False) -> str:
+    """The text with everything that is not a visible character or a space as a Python escape
+    (newlines: those are kept)."""
+    return "".join(
+        c if c.isprintable() or (newlines and c == "\n") else c.encode("unicode_escape").decode()
+        for c in text.encode("utf-8", "backslashreplace").decode()
+    )
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """The last values as bars, lowest to highest; more than `width` of them are averaged."""
+    if not values:
+        return ""
+    edges = [round(i * len(values) / width) for i in range(width + 1)]
+    if len(values) <= width:
+        edges = list(range(len(values) + 1))
+    means = [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
+    low, high = min(means), max(means)
+    scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(_BARS[round((value - low) * scale)] for value in means)
+
+
+def duration(seconds: float) -> str:
+    """0:07, 12:30, 1:02:03."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+@dataclass(slots=True)
+class RunProgress:
+    """What both displays know of a run."""
+
+    title: str
+    steps: int
+    bound: int
+    step: int = 0
+    version: int = 0
+    row: Row = field(default_factory=dict)
+    rewards: list[float] = field(default_factory=list)
+    accuracies: list[tuple[int, float, int]] = field(default_factory=list)
+    marks: deque[tuple[int, float, float]] = field(default_factory=lambda: deque(maxlen=_WINDOW))
+    """(step, wall_s, trained tokens up to it), of the last steps."""
+
+    def take(self, step: int, version: int, wall_s: float, row: Row) -> None:
+        """One optimizer step."""
+        self.step, self.version, self.row = step, version, row
+        reward = row.get("reward_mean")
+        if reward is not None:
+            self.rewards.append(reward)
+        before = self.marks[-1][2] if self.marks else 0.0
+        tokens = before + (row.get("eligible_tokens") or 0.0)
+        self.marks.append((step, wall_s, tokens))
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Trained tokens per second over the last steps."""
+        _, seconds, tokens = self._span()
+        return tokens / seconds if seconds > 0 else None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds to the last step, at the pace of the last ones."""
+        steps, seconds, _ = self._span()
+        return seconds / steps * (self.steps - self.step) if steps else None
+
+    def _span(self) -> tuple[int, float, float]:
+        """Steps, seconds and tokens between the first mark and the last one."""
+        if not self.marks:
+            return 0, 0.0, 0.0
+        (step, wall_s, tokens), newest = self.marks[0], self.marks[-1]
+        return newest[0] - step, newest[1] - wall_s, newest[2] - tokens
+
+    def figures(self) -> Iterator[tuple[str, str]]:
+        """(name, value) of what is known of the newest step."""
+        row = self.row
+        if self.rewards:
+            yield "reward", f"{self.rewards[-1]:.3f}"
+        if self.accuracies:
+            version, accuracy, _ = self.accuracies[-1]
+            yield "held-out", f"{accuracy:.3f} (version {version})"
+        if self.tokens_per_s is not None:
+            yield "tokens/s", f"{self.tokens_per_s:,.0f}"
+        spans = [
+            f"{name} {row[f'{name}_mean']:.2f}, at most {row[f'{name}_max']:.0f}"
+            for name in ("intra", "inter")
+            if row.get(f"{name}_mean") is not None and row.get(f"{name}_max") is not None
+        ]
+        if spans:
+            yield "staleness", f"{'; '.join(spans)}; allowed {self.bound}"
+        if row.get("rho_mask") is not None:
+            yield "rho_mask", f"{row['rho_mask']:.2g}"
+        busy = [
+            f"{name} {100 * share:.0f} %"
+            for name in ("engine", "trainer")
+            if (share := row.get(f"{name}_busy")) is not None
+        ]
+        if busy:
+            yield "busy", ", ".join(busy)
+
+
+def result_lines(summary: Summary, folder: RunFolder) -> list[tuple[str, str]]:
+    """The short table at the end of a run: (name, value)."""
+
+    def accuracy(value: float | None) -> str:
+        return "not measured" if value is None else f"{value:.3f}"
+
+    start, final, best = map(
+        accuracy, (summary.start_accuracy, summary.final_accuracy, summary.best_accuracy)
+    )
+    return [
+        ("held-out accuracy", f"{start} at the start, {final} at the end, {best} at best"),
+        ("optimizer steps", f"{summary.steps} (version {summary.version})"),
+        ("time", f"{duration(summary.wall_s)}, {summary.tokens_per_s:,.0f} tokens/s"),
+        ("trained tokens", f"{summary.trained_tokens:,}"),
+        (
+            "staleness",
+            f"intra {summary.intra_mean:.2f}, at most {summary.intra_max}; "
+            f"inter {summary.inter_mean:.2f}, at most {summary.inter_max}",
+        ),
+        ("rho_mask", f"{summary.rho_mask:.2g}"),
+        (
+            "busy",
+            f"engine {100 * summary.engine_busy:.0f} %, trainer {100 * summary.trainer_busy:.0f} %",
+        ),
+        ("dropped groups", str(summary.dropped_groups)),
+        ("results", f"{folder.path}: summary.json, metrics.jsonl, tensorboard/, log.txt"),
+        ("model", f"{folder.model_best} and {folder.model_last.name}"),
+        ("look at it", f"estr sample {folder.path}"),
+    ]
+
+
+def eval_lines(result: EvalResult) -> Iterator[tuple[str, str]]:
+    """An evaluation as (name, value) lines."""
+    version = "" if result.version is None else f", version {result.version}"
+    yield (
+        "task",
+        f"{result.task} ({result.split}): {result.num_problems} problems x {result.k}, "
+        f"temperature {result.temperature:g}, seed {result.seed}{version}",
+    )
+    low, high = result.avg_interval
+    yield f"avg@{result.k}", f"{result.avg_at_k:.4f}  [{low:.4f}, {high:.4f}]"
+    for size, value in result.pass_at_k.items():
+        low, high = result.pass_intervals[size]
+        yield f"pass@{size}", f"{value:.4f}  [{low:.4f}, {high:.4f}]"
+    failures = ", ".join(f"{n} {status}" for status, n in result.failures.items())
+    yield "failures", f"{failures or 'none'}; {result.unscored} of {result.num_rollouts} unscored"
+    for status, message in result.errors.items():
+        yield status, printable(message)
+    yield "time", f"{result.tokens:,} tokens in {result.wall_s:.1f} s"
+
+
+class PlainReporter:
+    """Lines for files and pipes: ASCII but for what others wrote, no control characters."""
+
+    def __init__(self, stream: IO[str], *, every_s: float = PLAIN_EVERY_S) -> None:
+        self._stream = stream
+        self._every_s = every_s
+        self._said_at = -math.inf
+        self._progress: RunProgress | None = None
+
+    def __enter__(self) -> Self:
+        self._say("starting engine, trainer and evaluator")
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def started(self, recipe: Recipe, folder: RunFolder, first_step: int) -> None:
+        self._progress = _progress(recipe, folder, first_step)
+        self._say(self._progress.title)
+
+    def stepped(self, step: int, version: int, wall_s: float, row: Row) -> None:
+        if self._progress is None:
+            return
+        self._progress.take(step, version, wall_s, row)
+        if wall_s - self._said_at < self._every_s and step < self._progress.steps:
+            return
+        self._said_at = wall_s
+        left = self._progress.left_s
+        ending = [] if left is None else [f"{duration(left)} left"]
+        figures = [f"{name} {value}" for name, value in self._progress.figures()]
+        self._say(" | ".join([f"step {step}/{self._progress.steps}", *figures, *ending]))
+
+    def evaluated(self, version: int, accuracy: float, num_problems: int) -> None:
+        if self._progress is not None:
+            self._progress.accuracies.append((version, accuracy, num_problems))
+        self._say(f"version {version}: held-out accuracy {accuracy:.3f} on {num_problems} problems")
+
+    def rolled_out(self, trajectory: Trajectory, text: str) -> None:
+        pass
+
+    def message(self, text: str) -> None:
+        self._say(f"note: {text}")
+
+    def finished(self, summary: Summary, folder: RunFolder) -> None:
+        for name, value in result_lines(summary, folder):
+            self._say(f"{name:<18} {value}")
+
+    def _say(self, text: str) -> None:
+        # A reader that has gone away must not end the run.
+        with contextlib.suppress(OSError, ValueError):
+            print(printable(text), file=self._stream, flush=True)
+
+
+class LiveReporter:
+    """A few lines on a terminal, drawn anew in place. What is drawn is built here, in the caller's
+    thread; rich's own thread only repeats it, so it never sees anything half changed."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live = Live(console=console, refresh_per_second=6)
+        self._progress: RunProgress | None = None
+        self._rollout: Text | None = None
+        self._rollout_at = -math.inf
+        self._spinner = Spinner("line", "starting engine, trainer and evaluator")
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        self._live.update(self._spinner)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._live.stop()
+
+    def started(self, recipe: Recipe, folder: RunFolder, first_step: int) -> None:
+        self._progress = _progress(recipe, folder, first_step)
+        self._draw()
+
+    def stepped(self, step: int, version: int, wall_s: float, row: Row) -> None:
+        if self._progress is not None:
+            self._progress.take(step, version, wall_s, row)
+        self._draw()
+
+    def evaluated(self, version: int, accuracy: float, num_problems: int) -> None:
+        if self._progress is not None:
+            self._progress.accuracies.append((version, accuracy, num_problems))
+        self._draw()
+
+    def rolled_out(self, trajectory: Trajectory, text: str) -> None:
+        now = time.monotonic()
+        if now - self._rollout_at < _ROLLOUT_EVERY_S:
+            return
+        self._rollout_at = now
+        shown = printable(text)
+        cut = shown if len(shown) <= _ROLLOUT_CHARS else f"...{shown[-_ROLLOUT_CHARS:]}"
+        self._rollout = Text.assemble((f"{rollout_head(trajectory)}\n", "dim"), cut)
+        self._draw()
+
+    def message(self, text: str) -> None:
+        self._print(Text(f"note: {printable(text)}", style="yellow"))
+
+    def finished(self, summary: Summary, folder: RunFolder) -> None:
+        self._live.stop()
+        self._print(_grid(result_lines(summary, folder)))
+
+    def _print(self, what: RenderableType) -> None:
+        # A terminal that has gone away must not end the run.
+        with contextlib.suppress(OSError, ValueError):
+            self._console.print(what)
+
+    def _draw(self) -> None:
+        if self._progress is not None:
+            self._live.update(self._view(self._progress))
+
+    def _view(self, progress: RunProgress) -> RenderableType:
+        left = progress.left_s
+        head = Table.grid(padding=(0, 1))
+        self._spinner.update(text=f"step {progress.step}/{progress.steps}")
+        bar = ProgressBar(total=progress.steps, completed=progress.step, width=40)
+        head.add_row(self._spinner, bar, "" if left is None else f"{duration(left)} left")
+        curves = {
+            "reward": progress.rewards,
+            "held-out": [accuracy for _, accuracy, _ in progress.accuracies],
+        }
+        lines = [
+            (name, f"{value}  {sparkline(curves.get(name, []))}".rstrip())
+            for name, value in progress.figures()
+        ]
+        parts: list[RenderableType] = [Text(progress.title, style="bold"), head, _grid(lines)]
+        if self._rollout is not None:
+            parts.append(self._rollout)
+        return Group(*parts)
+
+
+def reporter_for(stream: IO[str], *, live: bool | None = None) -> LiveReporter | PlainReporter:
+    """The display that suits the stream (live: None), or the one asked for."""
+    if live if live is not None else stream.isatty():
+        return LiveReporter(Console(file=stream, force_terminal=True if live else None))
+    return PlainReporter(stream)
+
+
+def rollout_head(trajectory: Trajectory) -> str:
+    """One line on a rollout: its name, what came of it, and the versions that wrote it."""
+    reward = "unscored" if trajectory.reward is None else f"reward {trajectory.reward:g}"
+    versions = ", ".join(f"{n} of version {v}" for v, n in trajectory.version_runs) or "no tokens"
+    status = "" if trajectory.status == "ok" else f"{trajectory.status}, "
+    return f"problem {trajectory.problem}: {status}{reward}; {versions}"
+
+
+def rollout_lines(trajectory: Trajectory, decode: Decode) -> Text:
+    """A whole rollout, one labelled block for each stretch that the model read or wrote."""
+    text = Text()
+    for segment in trajectory.segments:
+        pairs = zip(segment.sampled.tolist(), segment.token_ids.tolist(), strict=True)
+        for written, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
+            shown = printable(decode([token for _, token in run]), newlines=True)
+            label, style = ("wrote", "bold") if written else ("read", "dim")
+            for i, line in enumerate(shown.removesuffix("\n").split("\n")):
+                text.append(f"  {label if i == 0 else '':<5} | ", style="dim")
+                text.append(f"{line}\n", style=style)
+    if trajectory.error is not None:
+        text.append(f"  {printable(trajectory.error)}\n", style="red")
+    return text
+
+
+def _progress(recipe: Recipe, folder: RunFolder, first_step: int) -> RunProgress:
+    corrections = " + ".join(str(entry["name"]) for entry in recipe.correction)
+    title = f"{folder.path}: {recipe.model} on {recipe.task['name']}, correction {corrections}"
+    return RunProgress(printable(title), recipe.steps, recipe.max_staleness, step=first_step)
+
+
+def _grid(lines: Sequence[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in lines:
+        table.add_row(Text(name, style="cyan"), Text(value))
+    return table

@@ -1,0 +1,358 @@
+"""The local engine: continuous batching over a transformers causal LM, one token a step.
+
+    submit ->  waiting --(oldest deadline first)--> running, one cache row each
+                                                     |
+    step():    switch weights if due; admit; fill the cache rows that need it (new requests, and
+               all after a switch with kv = recompute); draw one token for every running request
+                                                     |
+    finished <--(stop token | budget | context full)-+
+
+Requests join and leave between steps. A cache row holds every token of its request but the last,
+which the decoding pass of the step reads; so logits are computed in one place only, and a new
+request, a running one and one whose cache was rebuilt go the same way.
+
+The class is synchronous and knows no clock; `estr.engines.in_process` and `estr.engines.process`
+put the Engine protocol around it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..engine import KVPolicy, Request
+from ..errors import EngineError
+from ..types import FinishReason, Int32Array, RolloutId, Segment
+from ..weights import State
+from .kv_cache import PrefixStore
+from .runner import ModelRunner
+from .sampler import Draws, StreamName, draw, stream_name, uniforms
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    """A request, waiting or running, and what it has drawn."""
+
+    request: Request
+    stream: StreamName
+    budget: int
+    arrival: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    entropies: list[float] = field(default_factory=list)
+    gini: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    filled: bool = False
+    """Does its cache row hold every token but the last?"""
+
+    @property
+    def num_filled(self) -> int:
+        return len(self.request.token_ids) + len(self.token_ids) - 1
+
+    @property
+    def last_token(self) -> int:
+        return self.token_ids[-1] if self.token_ids else int(self.request.token_ids[-1])
+
+    def context(self) -> Int32Array:
+        """Every token but the last."""
+        drawn = np.asarray(self.token_ids, dtype=np.int32)
+        return np.concatenate([self.request.token_ids, drawn])[:-1]
+
+    def finish_reason(self) -> FinishReason | None:
+        if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
+            return "stop"
+        return "length" if len(self.token_ids) >= self.budget else None
+
+    def segment(self) -> Segment:
+        return Segment.drawn(
+            self.token_ids,
+            self.logprobs,
+            self.entropies,
+            self.versions,
+            gini=self.gini if len(self.gini) == len(self.token_ids) else None,
+            finish_reason=self.finish_reason(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Load:
+    version: int
+    state: State
+    kv: KVPolicy
+
+
+class LocalEngine:
+    """Draws tokens from `model`, which it takes over, in the model's own dtype and device.
+
+    version: the version of the weights that the model holds. max_batch: requests that run at once.
+    gini: record sum p(1-p) beside the entropy. in_flight: switch weights under running requests;
+    False: with a load pending, admit nothing and finish what runs, then switch. prefix_bytes: room
+    for the keys and values of recent prompts (0: only requests admitted together share a prompt).
+    vocab_size: number of real token ids where the output layer is padded.
+
+    Log-prob, entropy and gini are float32 and of the very distribution sampled from. Temperature 0
+    (evaluation) draws the argmax and records the temperature-1 distribution's.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        version: int = 0,
+        max_batch: int = 128,
+        gini: bool = True,
+        in_flight: bool = True,
+        prefix_bytes: int = 1 << 27,
+        vocab_size: int | None = None,
+    ) -> None:
+        self._runner = ModelRunner(model, vocab_size=vocab_size)
+        self._version = version
+        self._max_batch = max_batch
+        self._gini = gini
+        self._in_flight = in_flight
+        self._prefixes = PrefixStore(prefix_bytes)
+        self._waiting: dict[RolloutId, _Row] = {}
+        self._rows: list[_Row] = []
+        self._pending: _Load | None = None
+        self._arrivals = itertools.count()
+        self._closed = False
+        self._counts = dict.fromkeys(
+            ("steps", "tokens", "prefill_tokens", "recomputed_tokens", "prefix_hits"), 0
+        )
+
+    @property
+    def version(self) -> int:
+        """The version that the next token will be drawn under, unless a load comes in between."""
+        return self._version
+
+    @property
+    def num_running(self) -> int:
+        """Requests that drew a token in the last step or were admitted before it."""
+        return len(self._rows)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests not yet admitted."""
+        return len(self._waiting)
+
+    def statistics(self) -> dict[str, float]:
+        """Counters since the start: steps, tokens drawn, prefill_tokens computed for new requests,
+        recomputed_tokens after switches, prefix_hits (prompts taken from another request)."""
+        return {name: float(count) for name, count in self._counts.items()}
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; it is admitted by deadline version, then by arrival.
+
+        Raises EngineError, naming the request, for one that cannot be served.
+        """
+        if self._closed:
+            raise EngineError(f"{request.id}: the engine is closed")
+        if request.id in self._waiting or any(row.request.id == request.id for row in self._rows):
+            raise EngineError(f"{request.id} is already being served")
+        self._refuse_unservable(request)
+        try:
+            stream = stream_name(request.id)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+        limit = self._runner.max_positions
+        room = request.max_new_tokens if limit is None else limit - len(request.token_ids)
+        budget = min(request.max_new_tokens, room)
+        self._waiting[request.id] = _Row(request, stream, budget, next(self._arrivals))
+
+    def _refuse_unservable(self, request: Request) -> None:
+        tokens, sampling = request.token_ids, request.sampling
+        vocab_size, limit = self._runner.vocab_size, self._runner.max_positions
+        reason = None
+        if not len(tokens):
+            reason = "the prompt is empty; a model needs at least one token to go on from"
+        elif tokens.min() < 0 or tokens.max() >= vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
+            reason = f"token id {wrong} is outside the vocabulary [0, {vocab_size})"
+        elif limit is not None and len(tokens) >= limit:
+            reason = (
+                f"{len(tokens)} tokens leave no room in the model's context of {limit}; "
+                "lower sampling.max_tokens"
+            )
+        elif request.max_new_tokens < 1:
+            reason = f"max_new_tokens must be at least 1, not {request.max_new_tokens}"
+        elif not 0 <= sampling.temperature < math.inf:
+            reason = f"temperature must be finite and at least 0, not {sampling.temperature}"
+        elif not 0 <= request.first_position < 2**31:
+            reason = f"first_position must be in [0, 2^31), not {request.first_position}"
+        if reason is not None:
+            raise EngineError(f"{request.id}: {reason}")
+
+    def cancel(self, rollout_id: RolloutId) -> None:
+        """Drop a request, waiting or running, with what it has drawn; unknown ids are ignored."""
+        self._waiting.pop(rollout_id, None)
+        for i, row in enumerate(self._rows):
+            if row.request.id == rollout_id:
+                self._remove(i)
+                return
+
+    def begin_load(self, version: int, state: State, kv: KVPolicy) -> None:
+        """Switch to these weights between two tokens: at once, or (in_flight False) as soon as
+        nothing runs; `version` tells when. A newer load replaces one that is still pending.
+
+        kv "recompute": running requests are prefilled again under the new weights; "keep": they go
+        on with keys and values of several versions. Raises WeightsError if the weights do not fit;
+        the old ones then stay in force.
+        """
+        if kv not in ("recompute", "keep"):
+            raise EngineError(f"kv must be 'recompute' or 'keep', not {kv!r}")
+        self._runner.check(state)
+        self._pending = _Load(version, state, kv)
+        self._switch_if_due()
+
+    def step(self) -> list[tuple[RolloutId, Segment]]:
+        """Draw one token for every running request; returns the requests that it finished.
+
+        Raises EngineError where logits are no distribution (NaN, infinite); nothing is drawn then,
+        all requests are dropped, and the engine can be used again, say after a load.
+        """
+        self._switch_if_due()
+        self._admit()
+        if not self._rows:
+            return []
+        self._fill()
+        logits = self._runner.decode(
+            [row.last_token for row in self._rows], [row.num_filled for row in self._rows]
+        )
+        draws = draw(
+            logits,
+            [row.request.sampling.temperature for row in self._rows],
+            uniforms(
+                [row.stream for row in self._rows],
+                [row.request.first_position + len(row.token_ids) for row in self._rows],
+            ),
+            vocab_size=self._runner.vocab_size,
+            gini=self._gini,
+        )
+        if not draws.sound.all():
+            self._fail(int(np.flatnonzero(~draws.sound)[0]))
+        self._record(draws)
+        return self._retire()
+
+    def snapshot(self) -> dict[RolloutId, Segment]:
+        """What every running or waiting request has drawn so far."""
+        return {row.request.id: row.segment() for row in (*self._rows, *self._waiting.values())}
+
+    def close(self) -> None:
+        """Drop all requests and free the cache. May be called twice."""
+        self._drop_all()
+        self._closed = True
+
+    def _switch_if_due(self) -> None:
+        load = self._pending
+        if load is None or (self._rows and not self._in_flight):
+            return
+        self._pending = None
+        self._runner.load(load.state)
+        self._version = load.version
+        self._prefixes.clear()
+        if load.kv == "recompute":
+            for row in self._rows:
+                row.filled = False
+
+    def _admit(self) -> None:
+        free = self._max_batch - len(self._rows)
+        if self._pending is not None or not self._waiting or not free:
+            return
+        order = sorted(
+            self._waiting.values(), key=lambda row: (row.request.deadline_version, row.arrival)
+        )
+        for row in order[:free]:
+            del self._waiting[row.request.id]
+            self._rows.append(row)
+
+    def _fill(self) -> None:
+        """Bring the cache rows of new and of stale requests up to date."""
+        self._runner.cache.reserve(len(self._rows), max(row.num_filled for row in self._rows) + 1)
+        same: dict[bytes, list[int]] = {}
+        for i, row in enumerate(self._rows):
+            if not row.filled and row.num_filled:
+                same.setdefault(row.context().tobytes(), []).append(i)
+            row.filled = True
+        if same:
+            self._fill_first_of_each(same)
+            self._copy_to_the_others(list(same.values()))
+
+    def _fill_first_of_each(self, same: dict[bytes, list[int]]) -> None:
+        missing: dict[bytes, int] = {}
+        for tokens, (first, *_) in same.items():
+            held = self._prefixes.get(self._version, tokens)
+            if held is None:
+                missing[tokens] = first
+            else:
+                self._runner.cache.write(first, held)
+                self._counts["prefix_hits"] += 1
+        contexts = [np.frombuffer(tokens, dtype=np.int32) for tokens in missing]
+        if contexts:
+            self._runner.prefill(list(missing.values()), contexts)
+        for tokens, first in missing.items():
+            row = self._rows[first]
+            self._counts["recomputed_tokens" if row.token_ids else "prefill_tokens"] += (
+                row.num_filled
+            )
+            if not row.token_ids and self._prefixes.max_bytes:
+                held = self._runner.cache.read(first, row.num_filled)
+                self._prefixes.put(self._version, tokens, held)
+
+    def _copy_to_the_others(self, same: list[list[int]]) -> None:
+        pairs = [(first, other) for first, *others in same for other in others]
+        if pairs:
+            sources, targets = zip(*pairs, strict=True)
+            length = max(self._rows[first].num_filled for first in sources)
+            self._runner.cache.copy(sources, targets, length)
+            self._counts["prefix_hits"] += len(pairs)
+
+    def _fail(self, index: int) -> None:
+        row = self._rows[index]
+        position = row.request.first_position + len(row.token_ids)
+        count = len(self._rows) + len(self._waiting)
+        self._drop_all()
+        raise EngineError(
+            f"{row.request.id}: the logits under version {self._version} are no distribution "
+            f"(NaN or infinite) at position {position}; all {count} requests were dropped"
+        )
+
+    def _record(self, draws: Draws) -> None:
+        self._counts["steps"] += 1
+        self._counts["tokens"] += len(self._rows)
+        columns = (draws.token_ids.tolist(), draws.logprobs.tolist(), draws.entropies.tolist())
+        for row, token, logprob, entropy in zip(self._rows, *columns, strict=True):
+            row.token_ids.append(token)
+            row.logprobs.append(logprob)
+            row.entropies.append(entropy)
+            row.versions.append(self._version)
+        if draws.gini is not None:
+            for row, gini in zip(self._rows, draws.gini.tolist(), strict=True):
+                row.gini.append(gini)
+
+    def _retire(self) -> list[tuple[RolloutId, Segment]]:
+        finished = [i for i, row in enumerate(self._rows) if row.finish_reason() is not None]
+        results = [(self._rows[i].request.id, self._rows[i].segment()) for i in finished]
+        for i in reversed(finished):
+            self._remove(i)
+        return results
+
+    def _remove(self, index: int) -> None:
+        """Take a row out and move the last one into its place."""
+        last = self._rows.pop()
+        if index < len(self._rows):
+            self._rows[index] = last
+            if last.filled:
+                # All but its last token: that one is read, and kept, by the next step.
+                self._runner.cache.copy([len(self._rows)], [index], last.num_filled)
+
+    def _drop_all(self) -> None:
+        self._waiting.clear()
+        self._rows.clear()
+        self._runner.cache.clear()

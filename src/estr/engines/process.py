@@ -1,0 +1,175 @@
+"""An engine in a process of its own: the controller's end, and the host inside the process.
+
+rollouts (asyncio) --generate--> EngineProcess ==socket==> EngineHost --submit--> LocalEngine
+                                                <--pump--           <--step--
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engine import KVPolicy, Request
+from ..errors import EngineError, EngineTimeout, WorkerError
+from ..options.run import EngineOptions
+from ..types import RolloutId, Segment
+from ..weights import WeightStore
+from ..worker import Worker, portable
+
+if TYPE_CHECKING:
+    from .local import LocalEngine
+
+LOAD_TIMEOUT_S = 600.0
+"""A load without in-flight updates waits for running requests, so it may take as long as they."""
+
+_WATCH_S = 1.0
+
+
+class EngineProcess:
+    """The Engine protocol over a spawned LocalEngine."""
+
+    def __init__(self, worker: Worker, version: int) -> None:
+        self.worker = worker
+        self._version = version
+
+    @classmethod
+    async def start(
+        cls,
+        folder: Path,
+        options: EngineOptions,
+        *,
+        version: int = 0,
+        in_flight: bool = True,
+        log: Path | None = None,
+    ) -> EngineProcess:
+        """Spawn it on the model in `folder`, whose weights are called `version`."""
+        kwargs = {"folder": folder, "options": options, "version": version, "in_flight": in_flight}
+        worker = await Worker.start(
+            "engine", "estr.engines.process:EngineHost", kwargs, threads=options.threads, log=log
+        )
+        return cls(worker, version)
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(self, request: Request, timeout_s: float) -> Segment:
+        try:
+            segment: Segment = await self.worker.call("generate", request, timeout_s=timeout_s)
+        except asyncio.CancelledError:
+            self.worker.notify("cancel", request.id)
+            raise
+        except WorkerError as error:
+            if isinstance(error.__cause__, TimeoutError):
+                self.worker.notify("cancel", request.id)
+                raise EngineTimeout(f"{request.id}: {error}") from error
+            raise EngineError(str(error)) from error
+        return segment
+
+    async def load(self, version: int, weights: WeightStore, kv: KVPolicy) -> None:
+        await self.worker.call("load", version, weights, kv, timeout_s=LOAD_TIMEOUT_S)
+        self._version = version
+
+    async def snapshot(self) -> dict[RolloutId, Segment]:
+        running: dict[RolloutId, Segment] = await self.worker.call("snapshot", timeout_s=60.0)
+        return running
+
+    async def statistics(self) -> dict[str, float]:
+        """Counters since the start: busy_s (wall time inside steps), wall_s, tokens, and so on."""
+        counters: dict[str, float] = await self.worker.call("statistics", timeout_s=60.0)
+        return counters
+
+    async def watch(self, timeout_s: float) -> None:
+        """Runs until the process has died (WorkerDied) or has not answered for timeout_s
+        (WorkerError): a hung engine is noticed even while nobody waits for one request only."""
+        while True:
+            await self.worker.call("statistics", timeout_s=timeout_s)
+            await self.worker.alive(for_s=_WATCH_S)
+
+    async def close(self) -> None:
+        await self.worker.close()
+
+
+class EngineHost:
+    """What runs inside the process: LocalEngine, pumped by estr.worker between messages."""
+
+    deferred = ("generate", "load")
+
+    def __init__(
+        self,
+        folder: Path,
+        options: EngineOptions,
+        version: int,
+        in_flight: bool,
+    ) -> None:
+        from ..models import load_model
+        from .local import LocalEngine
+
+        model = load_model(folder, dtype=options.dtype, device=options.device)
+        self._engine: LocalEngine = LocalEngine(
+            model,
+            version=version,
+            max_batch=options.max_batch,
+            gini=options.gini,
+            in_flight=in_flight,
+        )
+        self._numbers: dict[RolloutId, int] = {}
+        self._loading: tuple[int, int] | None = None
+        self._results: list[tuple[int, Any]] = []
+        self._started = time.monotonic()
+        self._busy_s = 0.0
+
+    def generate(self, number: int, request: Request) -> None:
+        self._numbers[request.id] = number
+        try:
+            self._engine.submit(request)
+        except EngineError as error:
+            del self._numbers[request.id]
+            self._results.append((number, portable(error)))
+
+    def cancel(self, rollout_id: RolloutId) -> None:
+        if self._numbers.pop(rollout_id, None) is not None:
+            self._engine.cancel(rollout_id)
+
+    def load(self, number: int, version: int, weights: WeightStore, kv: KVPolicy) -> None:
+        try:
+            self._engine.begin_load(version, weights.fetch(version), kv)
+            self._loading = (number, version)
+        except Exception as error:  # noqa: BLE001 - the caller of a deferred call must hear of it
+            self._results.append((number, portable(error)))
+
+    def snapshot(self) -> dict[RolloutId, Segment]:
+        return self._engine.snapshot()
+
+    def statistics(self) -> dict[str, float]:
+        wall_s = time.monotonic() - self._started
+        return {"busy_s": self._busy_s, "wall_s": wall_s, **self._engine.statistics()}
+
+    def busy(self) -> bool:
+        work = self._engine.num_running or self._engine.num_waiting
+        return bool(work or self._loading or self._results)
+
+    def pump(self) -> list[tuple[int, Any]]:
+        clock = time.monotonic()
+        results, self._results = self._results, []
+        try:
+            for rollout_id, segment in self._engine.step():
+                number = self._numbers.pop(rollout_id, None)
+                if number is not None:
+                    results.append((number, segment))
+        except EngineError as error:
+            # The step names one request; none of the others can be trusted to go on.
+            results += [(number, portable(error)) for number in self._numbers.values()]
+            for rollout_id in self._numbers:
+                self._engine.cancel(rollout_id)
+            self._numbers.clear()
+        if self._loading is not None and self._engine.version == self._loading[1]:
+            results.append((self._loading[0], None))
+            self._loading = None
+        self._busy_s += time.monotonic() - clock
+        return results
+
+    def close(self) -> None:
+        self._engine.close()

@@ -1,0 +1,77 @@
+"""The shipped tasks, and how a recipe's `task` table becomes a Task.
+
+    build_task({"name": "calculator", "num_terms": 3})     a shipped task, by name
+    build_task({"name": "my_package.my_module:MyTask"})    one's own class
+
+A task class is built from its typed options, `cls(options)`, and names their dataclass as the
+attribute `Options`. Modules are imported only when their task is asked for. `stable_hash` and
+`check_split` are for the writers of tasks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import importlib
+from collections.abc import Mapping
+from typing import Any
+
+from ..config import read_options
+from ..environment import Task
+from ..errors import ConfigError
+
+TASKS: dict[str, str] = {
+    "arithmetic": "estr.environments.arithmetic:ArithmeticTask",
+    "calculator": "estr.environments.calculator:CalculatorTask",
+}
+"""The shipped tasks: name -> "module:Class"."""
+
+
+def build_task(table: Mapping[str, Any]) -> Task:
+    """The task that a recipe's `task` table describes.
+
+    Raises ConfigError for an unknown name, a class that cannot be imported or has no options
+    dataclass, and for options that are unknown, of the wrong type or out of range.
+    """
+    options = dict(table)
+    name = options.pop("name", None)
+    if not isinstance(name, str):
+        raise ConfigError(f'the task table {dict(table)} has no name; say name = "calculator"')
+    cls = _task_class(name)
+    task: Task = cls(read_options(cls.Options, options, f"task ({name})"))
+    return task
+
+
+def check_split(split: str) -> None:
+    """Raises ValueError unless `split` is "train" or "test"."""
+    if split not in ("train", "test"):
+        raise ValueError(f"split must be 'train' or 'test', not {split!r}")
+
+
+def stable_hash(*key: str | int) -> int:
+    """256 uniform bits that depend on `key` alone: the same on every machine, in every process and
+    under every version of anything. Tasks draw their problems and splits from it."""
+    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest(), "big")
+
+
+def _task_class(name: str) -> Any:
+    target = TASKS.get(name, name)
+    module, colon, attribute = target.partition(":")
+    if not colon:
+        raise ConfigError(
+            f"task.name = {name!r} is unknown; known: {', '.join(TASKS)}, "
+            'or "package.module:Class" for one of your own'
+        )
+    try:
+        cls = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"task.name = {name!r} cannot be imported: {error}; "
+            "the module must be importable from where estr is started (see PYTHONPATH)"
+        ) from error
+    if not dataclasses.is_dataclass(getattr(cls, "Options", None)):
+        raise ConfigError(
+            f"task.name = {name!r}: {attribute} has no attribute Options, "
+            "the dataclass of its options; see docs/adding-an-environment.md"
+        )
+    return cls

@@ -1,0 +1,55 @@
+"""An evaluator in a low-priority process of its own: the controller's end of
+`estr.evaluate.EvaluatorHost`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from .config import Recipe
+from .weights import WeightStore
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from .evaluate import EvalResult
+
+_NICE = 10
+_TIMEOUT_S = 3600.0
+
+
+class EvaluatorProcess:
+    """Evaluates retained versions beside the training, from which it takes only idle time."""
+
+    def __init__(self, worker: Worker, k: int) -> None:
+        self.worker = worker
+        self._k = k
+
+    @classmethod
+    async def start(
+        cls, folder: Path, recipe: Recipe, store: WeightStore, *, log: Path | None = None
+    ) -> EvaluatorProcess:
+        """Spawn it on the model in `folder`."""
+        worker = await Worker.start(
+            "evaluator",
+            "estr.evaluate:EvaluatorHost",
+            {"folder": folder, "recipe": recipe, "store": store},
+            threads=1,
+            nice=_NICE,
+            log=log,
+        )
+        return cls(worker, recipe.eval.k)
+
+    async def evaluate(self, version: int, num_problems: int) -> EvalResult:
+        """Held-out accuracy of a version that the store still has. Raises WeightsError if not."""
+        result: EvalResult = await self.worker.call(
+            "evaluate", version, num_problems, self._k, timeout_s=_TIMEOUT_S
+        )
+        return result
+
+    async def export(self, folder: Path) -> None:
+        """The weights evaluated last as a Hugging Face folder."""
+        await self.worker.call("export", folder, timeout_s=_TIMEOUT_S)
+
+    async def close(self) -> None:
+        """End it. May be called twice."""
+        await self.worker.close()

@@ -1,0 +1,455 @@
+"""Groups: who may be dispatched, who may be trained on, and when.
+
+    dispatch                 start              finish                consume
+    --------> pending ----------> running ----------> finished ----------> consumed
+                 |                   |                   |  filter
+                 |                   |                   |---------------> filtered
+                 |  fail             |                   |
+                 |-------------------+-------------------+---------------> failed
+                 |  leftover         |                   |
+                 `-------------------+-------------------+---------------> leftover
+
+Let B be the groups in one optimizer step, S the maximum staleness, M the optimizer steps made of
+one batch, and v the version that the next optimizer step is taken at. A group dispatched at
+version d (the one that the serving engine has acknowledged as loaded) may be trained on at
+versions up to its deadline d + S. Invariants, with "outstanding" for pending, running, finished:
+
+F(v)          for every k >= 0 at most (k+1)*B outstanding groups have a deadline <= v+k, and none
+              has one < v. Hence at most (S+1)*B are outstanding. Admission refuses what would
+              break F; taking a batch waits for what would break it; leaving only lowers counts.
+lease         a group's place among the outstanding is its lease on capacity: taken by dispatch,
+              released by the transition into a terminal state, exactly once.
+conservation  every id below next_id is outstanding, waiting to be dispatched again after a resume,
+              or counted in exactly one terminal state.
+
+docs/the-loop.md proves that F gives the bound v_target - v_first <= S and that nothing deadlocks.
+Plain Python and counts by deadline only: no clock, no asyncio, no tensors.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import msgspec
+
+from .errors import CheckpointError, ConfigError, GroupsError, StalenessError
+
+if TYPE_CHECKING:
+    from .types import Trajectory
+
+State = Literal["pending", "running", "finished", "consumed", "filtered", "failed", "leftover"]
+TERMINAL_STATES: tuple[State, ...] = ("consumed", "filtered", "failed", "leftover")
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """One instance of a problem on its way from dispatch to the trainer.
+
+    issue counts the groups of this problem that failed before this one. `trajectories` is empty
+    until the group has finished. Only `Groups` changes a group.
+    """
+
+    id: int
+    task: str
+    problem: int
+    dispatch_version: int
+    deadline: int
+    issue: int = 0
+    state: State = "pending"
+    trajectories: tuple[Trajectory, ...] = ()
+
+    def __str__(self) -> str:
+        return (
+            f"group {self.id} ({self.state}, {self.task} problem {self.problem}, "
+            f"dispatched at {self.dispatch_version}, deadline {self.deadline})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A problem to be dispatched again: its group failed (id None: it gets a new one) or was
+    outstanding in the checkpoint that the run resumes from (it keeps its id)."""
+
+    task: str
+    problem: int
+    issue: int
+    id: int | None = None
+
+
+Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Snapshot:
+    """What a checkpoint keeps of the accounts."""
+
+    version: Natural
+    step: Natural
+    next_id: Natural
+    num_abandoned: Natural
+    counters: dict[State, dict[str, int]]
+    waiting: list[Waiting]
+
+
+class Groups:
+    """The accounts of all groups of a run; the one owner of its capacity.
+
+    groups_per_step: B. max_staleness: S. steps: optimizer steps of the whole run.
+    steps_per_batch: M. max_issues: how many groups a problem may have before it is given up.
+    version is v, step the optimizer steps made, skipped ones included. waiting holds the problems
+    to be dispatched again, counters[state][reason] the groups that have left, num_abandoned the
+    problems given up. on_change is called after every change of any group, and by close.
+
+    Raises ConfigError if a number is out of range or S < M - 1, under which no batch could ever
+    be admitted as a whole.
+    """
+
+    def __init__(
+        self,
+        groups_per_step: int,
+        max_staleness: int,
+        *,
+        steps: int,
+        steps_per_batch: int = 1,
+        max_issues: int = 3,
+    ) -> None:
+        for key, value, least in (
+            ("groups_per_step", groups_per_step, 1),
+            ("max_staleness", max_staleness, 0),
+            ("steps", steps, 1),
+            ("num_minibatches", steps_per_batch, 1),
+            ("max_issues", max_issues, 1),
+        ):
+            if value < least:
+                raise ConfigError(f"{key} must be at least {least}, not {value}")
+        if max_staleness < steps_per_batch - 1:
+            raise ConfigError(
+                f"max_staleness = {max_staleness} cannot hold with num_minibatches = "
+                f"{steps_per_batch}; raise max_staleness to {steps_per_batch - 1}"
+            )
+        self.groups_per_step = groups_per_step
+        self.max_staleness = max_staleness
+        self.steps = steps
+        self.steps_per_batch = steps_per_batch
+        self.max_issues = max_issues
+        self.version = 0
+        self.step = 0
+        self.next_id = 0
+        self.closed = False
+        self.num_abandoned = 0
+        self.counters: dict[State, Counter[str]] = {state: Counter() for state in TERMINAL_STATES}
+        self.on_change: Callable[[], None] = lambda: None
+        self._outstanding: dict[int, Group] = {}
+        self._by_deadline: Counter[int] = Counter()
+        self._finished: Counter[int] = Counter()
+        self.waiting: deque[Waiting] = deque()
+
+    def __len__(self) -> int:
+        """Outstanding groups."""
+        return len(self._outstanding)
+
+    def __iter__(self) -> Iterator[Group]:
+        """The outstanding groups, in the order of their dispatch."""
+        return iter(list(self._outstanding.values()))
+
+    def __getitem__(self, group_id: int) -> Group:
+        """The outstanding group of that id. Raises GroupsError if it has left or never was."""
+        if group_id not in self._outstanding:
+            known = "has left already" if 0 <= group_id < self.next_id else "was never dispatched"
+            raise GroupsError(f"group {group_id} {known}; {len(self)} groups are outstanding")
+        return self._outstanding[group_id]
+
+    @property
+    def capacity(self) -> int:
+        """(S+1)*B: outstanding groups, at most."""
+        return (self.max_staleness + 1) * self.groups_per_step
+
+    @property
+    def num_finished(self) -> int:
+        """Groups that are finished and not yet taken."""
+        return self._finished.total()
+
+    @property
+    def done(self) -> bool:
+        """No further batch will come: all steps are made, or the data ended and all has left."""
+        return self.step >= self.steps or (self.closed and not len(self) and not self.waiting)
+
+    def remaining(self) -> int:
+        """Groups still to be dispatched: those that the steps left need, less the outstanding."""
+        return max(0, (self.steps - self.step) * self.groups_per_step - len(self))
+
+    def can_dispatch(self, version: int) -> bool:
+        """Would F still hold with one more group, dispatched at `version`?
+
+        Raises StalenessError for a version that is negative or newer than the trainer's.
+        """
+        if not 0 <= version <= self.version:
+            raise StalenessError(
+                f"the engine claims version {version}, the trainer is at {self.version}; an engine "
+                "can only have loaded what this run's trainer has published"
+            )
+        one_more = {version + self.max_staleness: -1}
+        return self._overfull(self.version, taken=one_more) is None
+
+    def dispatch(self, task: str, problem: int, version: int) -> Group:
+        """Take a lease for a new group, dispatched at the acknowledged `version`.
+
+        Raises StalenessError if F forbids it, GroupsError after `close`.
+        """
+        if self.closed:
+            raise GroupsError(f"{task} problem {problem} comes after the end of the data")
+        return self._admit(Waiting(task, problem, issue=0), version)
+
+    def reissue(self, version: int) -> Group | None:
+        """Dispatch the problem that has waited longest; None where none waits.
+
+        Raises StalenessError if F forbids it.
+        """
+        if not self.waiting:
+            return None
+        group = self._admit(self.waiting[0], version)
+        self.waiting.popleft()
+        return group
+
+    def _admit(self, problem: Waiting, version: int) -> Group:
+        if not self.can_dispatch(version):
+            raise StalenessError(
+                f"a group dispatched at {version} would break the bound: the next step is at "
+                f"{self.version}, {len(self)} groups are outstanding; ask can_dispatch first"
+            )
+        group_id = self.next_id if problem.id is None else problem.id
+        self.next_id = max(self.next_id, group_id + 1)
+        deadline = version + self.max_staleness
+        group = Group(group_id, problem.task, problem.problem, version, deadline, problem.issue)
+        self._outstanding[group_id] = group
+        self._by_deadline[deadline] += 1
+        self.on_change()
+        return group
+
+    def close(self) -> None:
+        """No new problem will come. Waiting ones may still be dispatched; once nothing waits and
+        nothing runs, `select` gives what is left, be it less than a batch."""
+        self.closed = True
+        self.on_change()
+
+    def start(self, group: Group) -> None:
+        """pending -> running. Raises GroupsError from any other state."""
+        self._require(group, "pending")
+        group.state = "running"
+        self.on_change()
+
+    def finish(self, group: Group, trajectories: Sequence[Trajectory] = ()) -> None:
+        """running -> finished. Raises GroupsError from any other state."""
+        self._require(group, "running")
+        group.state = "finished"
+        group.trajectories = tuple(trajectories)
+        self._finished[group.deadline] += 1
+        self.on_change()
+
+    def filter(self, group: Group, reason: str) -> None:
+        """finished -> filtered: it taught nothing. Raises GroupsError from any other state."""
+        self._require(group, "finished")
+        self._release(group, "filtered", reason)
+        self.on_change()
+
+    def fail(self, group: Group, reason: str) -> None:
+        """Outstanding -> failed. Its problem waits to be dispatched again at the version of that
+        time, unless it has had max_issues groups. Raises GroupsError if the group has left."""
+        self._require(group, "pending", "running", "finished")
+        self._release(group, "failed", reason)
+        if group.issue + 1 < self.max_issues:
+            self.waiting.append(Waiting(group.task, group.problem, group.issue + 1))
+        else:
+            self.num_abandoned += 1
+        self.on_change()
+
+    def leftover(self) -> list[Group]:
+        """Outstanding -> leftover, all of them, counted by the state they were in: the run ends."""
+        groups = list(self)
+        for group in groups:
+            self._release(group, "leftover", group.state)
+        self.on_change()
+        return groups
+
+    def _require(self, group: Group, *states: State) -> None:
+        if self._outstanding.get(group.id) is not group:
+            raise GroupsError(f"{group} has left already; its lease is released exactly once")
+        if group.state not in states:
+            raise GroupsError(f"{group} is not {' or '.join(states)}; it cannot move like this")
+
+    def _release(self, group: Group, state: State, reason: str) -> None:
+        """The only place where a lease ends."""
+        del self._outstanding[group.id]
+        _subtract(self._by_deadline, group.deadline)
+        if group.state == "finished":
+            _subtract(self._finished, group.deadline)
+        group.state = state
+        self.counters[state][reason] += 1
+
+    def select(self, *, partial: bool = False) -> list[Group]:
+        """The next batch, oldest deadline first (ties by id), or [] while it must wait.
+
+        It has M*B finished groups (fewer before the last step of the run), and is given only if F
+        holds once it is taken: F(v+M). Groups j*B ... (j+1)*B-1 belong to the step at v+j and all
+        have deadlines >= v+j. With `partial`, and by itself once the data has ended and nothing
+        runs or waits, it may be any number n > 0 of groups, in ceil(n/B) steps, if F allows.
+        """
+        if not self.ready(partial=partial):
+            return []
+        finished = (group for group in self if group.state == "finished")
+        return sorted(finished, key=_urgency)[: self._batch_size(partial)]
+
+    def ready(self, *, partial: bool = False) -> bool:
+        """Would `select` give a batch? Costs the number of deadlines, not of groups."""
+        size = self._batch_size(partial)
+        return 0 < size <= self.num_finished and self._overfull_after(size) is None
+
+    def blocking(self) -> list[Group]:
+        """The unfinished groups that the trainer waits for, most urgent first.
+
+        Those that F names: with a deadline up to the first one at which F would fail. Where F
+        names none and the batch merely lacks groups: all unfinished ones. [] while a batch is
+        ready, and where only a dispatch can help.
+        """
+        if self.ready():
+            return []
+        overfull = self._overfull_after(self._batch_size(partial=False))
+        unfinished = sorted((group for group in self if group.state != "finished"), key=_urgency)
+        return [group for group in unfinished if overfull is None or group.deadline <= overfull]
+
+    def consume(self, batch: Sequence[Group], version: int) -> None:
+        """finished -> consumed: hand the batch to the trainer, whose next step is at `version`.
+
+        The accounts move on to the version that the batch will end at, so that engines work while
+        it is trained. Raises StalenessError, before anything has changed, if the accounts stand
+        at another version, a group would be trained after its deadline, or F would fail;
+        GroupsError if a group is not finished or comes twice.
+        """
+        if version != self.version:
+            raise StalenessError(
+                f"the trainer is at version {version}, the accounts at {self.version}; "
+                "report skipped updates with skip"
+            )
+        if not batch or len({group.id for group in batch}) != len(batch):
+            raise GroupsError(f"a batch needs groups, each once, not {[g.id for g in batch]}")
+        for place, group in enumerate(batch):
+            self._require(group, "finished")
+            target = version + place // self.groups_per_step
+            if target > group.deadline:
+                raise StalenessError(f"{group} would be trained at version {target}")
+        after = version + self._num_steps(len(batch))
+        overfull = self._overfull(after, Counter(group.deadline for group in batch))
+        if overfull is not None:
+            raise StalenessError(
+                f"this batch would leave more groups with a deadline up to {overfull} than the "
+                f"steps from version {after} can take; take what select gives"
+            )
+        for group in batch:
+            self._release(group, "consumed", "trained")
+        self.step += after - version
+        self.version = after
+        self.on_change()
+
+    def skip(self, num_updates: int = 1) -> None:
+        """Steps with the trainer left the weights as they were (nothing to learn): they count as
+        steps, but their versions never came to be. F holds at a lower version whenever it does at
+        a higher one. Raises GroupsError for more updates than were ever made."""
+        if not 0 <= num_updates <= self.version:
+            raise GroupsError(f"cannot skip {num_updates} updates at version {self.version}")
+        self.version -= num_updates
+        self.on_change()
+
+    def _num_steps(self, size: int) -> int:
+        return -(-size // self.groups_per_step)
+
+    def _batch_size(self, partial: bool) -> int:
+        num_steps = max(0, min(self.steps_per_batch, self.steps - self.step))
+        full = num_steps * self.groups_per_step
+        ended = self.closed and not self.waiting and self.num_finished == len(self)
+        return min(full, self.num_finished) if partial or ended else full
+
+    def _overfull_after(self, size: int) -> int | None:
+        """The first deadline at which F fails once the `size` most urgent finished groups (all,
+        where there are fewer) are taken and their steps are made."""
+        taken: Counter[int] = Counter()
+        left = size
+        for deadline in sorted(self._finished):
+            taken[deadline] = min(self._finished[deadline], left)
+            left -= taken[deadline]
+        return self._overfull(self.version + self._num_steps(size), taken)
+
+    def _overfull(self, version: int, taken: Mapping[int, int]) -> int | None:
+        """The first deadline at which F(version) fails once `taken` groups (by deadline) are gone.
+
+        Deadlines that no group has need no look: the count stays there and its limit rises.
+        """
+        count = 0
+        for deadline in sorted(self._by_deadline.keys() | taken.keys()):
+            count += self._by_deadline[deadline] - taken.get(deadline, 0)
+            if count > max(0, deadline - version + 1) * self.groups_per_step:
+                return deadline
+        return None
+
+    def snapshot(self, version: int) -> dict[str, Any]:
+        """The accounts as a plain dict, at a moment when the trainer's weights are `version`.
+
+        Raises GroupsError while a batch is with the trainer: its groups are consumed here and its
+        steps are not yet in the weights.
+        """
+        if version != self.version:
+            raise GroupsError(
+                f"a batch is with the trainer: its weights are version {version}, the accounts "
+                f"stand at {self.version}; snapshot between two batches"
+            )
+        outstanding = [Waiting(g.task, g.problem, g.issue, id=g.id) for g in self]
+        snapshot = _Snapshot(
+            version=self.version,
+            step=self.step,
+            next_id=self.next_id,
+            num_abandoned=self.num_abandoned,
+            counters={state: dict(reasons) for state, reasons in self.counters.items()},
+            waiting=outstanding + list(self.waiting),
+        )
+        return dataclasses.asdict(snapshot)
+
+    def restore(self, snapshot: Mapping[str, Any]) -> None:
+        """Go on from `snapshot`, in accounts that nothing was dispatched from yet. What was
+        outstanding waits, under its old id, to be dispatched by `reissue`: through the ordinary
+        admission, so F holds even where B or S have changed since.
+
+        Raises CheckpointError if the snapshot is malformed, GroupsError in used accounts.
+        """
+        if self.next_id or self.step:
+            raise GroupsError("only fresh accounts can be restored; build new Groups")
+        try:
+            state = msgspec.convert(dict(snapshot), _Snapshot)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"the checkpoint's groups are malformed: {error}") from error
+        ids = [problem.id for problem in state.waiting if problem.id is not None]
+        if len(set(ids)) != len(ids) or any(not 0 <= i < state.next_id for i in ids):
+            raise CheckpointError(
+                f"the checkpoint's groups have ids {ids}; each must be below {state.next_id}, once"
+            )
+        self.version = state.version
+        self.step = state.step
+        self.next_id = state.next_id
+        self.num_abandoned = state.num_abandoned
+        for name, reasons in state.counters.items():
+            self.counters[name] = Counter(reasons)
+        self.waiting.extend(state.waiting)
+        self.on_change()
+
+
+def _urgency(group: Group) -> tuple[int, int]:
+    return group.deadline, group.id
+
+
+def _subtract(counts: Counter[int], deadline: int) -> None:
+    """One less; entries at zero are dropped, so that walks stay as short as the deadlines."""
+    counts[deadline] -= 1
+    if not counts[deadline]:
+        del counts[deadline]

@@ -1,0 +1,335 @@
+"""Log-prob, entropy and gini of the distribution that tokens are really drawn from.
+
+    logits ----------------> log_distribution --+--> token_statistics --> TokenStatistics
+    hidden @ head, in chunks ------------------ +        (sampler and trainer alike)
+
+One definition serves the sampler and the trainer: temperature on the logits first, columns beyond
+the real vocabulary left out, natural logarithm, float32 (float64 for float64 input). Nothing is
+changed in place. The causal shift (the state at t-1 predicts token t) lives in `next_token` and
+nowhere else.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_LOG_ZERO = -200.0
+"""exp of it is 0 in float32, so a column of probability zero adds 0 * -200 and not 0 * -inf."""
+
+
+class TokenStatistics(NamedTuple):
+    """What is known about each token at its draw; all float32 and of one shape.
+
+    logprobs: log-prob of the token. entropies: Shannon entropy of the whole distribution, nats, at
+    least 0. gini: sum of p(1-p) over the distribution, or None where it was not asked for. Neither
+    of the last two is a function of the token drawn.
+    """
+
+    logprobs: Tensor
+    entropies: Tensor
+    gini: Tensor | None
+
+    def spread(self, mask: Tensor) -> TokenStatistics:
+        """The statistics of N tokens laid out over bool `mask` [B, T] with N True entries, in row
+        order; NaN (never computed) elsewhere. The gradient flows back to the N entries."""
+        gini = None if self.gini is None else _spread(self.gini, mask)
+        return TokenStatistics(_spread(self.logprobs, mask), _spread(self.entropies, mask), gini)
+
+
+def _spread(values: Tensor, mask: Tensor) -> Tensor:
+    nothing = values.new_full(mask.shape, math.nan)
+    return nothing.masked_scatter(mask, values)
+
+
+def next_token(states: Tensor, token_ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """The states that predict the tokens under `mask`, and these tokens: the one causal shift.
+
+    states: [B, T, ...], hidden states or logits, where states[b, t-1] predicts token_ids[b, t].
+    token_ids: [B, T]. mask: bool [B, T], the tokens to score. Returns ([N, ...], [N]) in row order,
+    N the number of True entries; `TokenStatistics.spread(mask)` is the way back. The gradient flows
+    to the chosen states only.
+
+    Raises ValueError on shapes that do not fit, and where the first token of a row is to be
+    scored: nothing precedes it.
+    """
+    if not states.shape[:2] == token_ids.shape == mask.shape:
+        raise ValueError(
+            f"states {tuple(states.shape)}, token_ids {tuple(token_ids.shape)} and mask "
+            f"{tuple(mask.shape)} must share their first two dimensions"
+        )
+    if bool(mask[:, :1].any()):
+        raise ValueError("token 0 of a row cannot be scored: no state precedes it; mask it out")
+    rows, places = mask.nonzero(as_tuple=True)
+    return states[rows, places - 1], token_ids[rows, places]
+
+
+def log_distribution(
+    logits: Tensor, *, temperature: float = 1.0, vocab_size: int | None = None
+) -> Tensor:
+    """log softmax(logits / temperature) over the real vocabulary: [..., V] -> [..., vocab_size].
+
+    Columns from vocab_size on are padding of the output matrix and are left out of the normalizer
+    and of the result. A logit of -inf gives a log-prob of -inf. Differentiable.
+
+    Raises ValueError unless temperature is finite and above 0 and vocab_size within [1, V].
+    """
+    _check_temperature(temperature)
+    real = logits[..., : _real_columns(vocab_size, logits.shape[-1])]
+    real = real.to(_at_least_float32(real.dtype))
+    if temperature != 1.0:
+        real = real / temperature
+    log_probs: Tensor = torch.log_softmax(real, dim=-1)
+    return log_probs
+
+
+def entropy_and_gini(log_probs: Tensor, *, gini: bool = True) -> tuple[Tensor, Tensor | None]:
+    """Shannon entropy -sum p log p (nats, at least 0) and sum p(1-p) of [..., V] log-probs: [...].
+
+    A column of probability zero contributes 0. The entropy is differentiable, gini carries no
+    gradient. 1 - sum p^2 would lose all its digits just where the distribution is sharp; see
+    `_gini` for the form that does not.
+    """
+    differentiable = torch.is_grad_enabled() and log_probs.requires_grad
+    with torch.no_grad():
+        probs = log_probs.exp()
+        ginis = _gini(log_probs, probs) if gini else None
+        entropies = probs.mul_(log_probs).sum(dim=-1).neg_()
+    if differentiable or bool(entropies.isnan().any()):
+        finite = log_probs.clamp(min=_LOG_ZERO)
+        entropies = -(finite.exp() * finite).sum(dim=-1)
+    return entropies.clamp(min=0.0), ginis
+
+
+def _gini(log_probs: Tensor, probs: Tensor) -> Tensor:
+    """sum p(1-p), accurate to float32's relative precision also where one p is next to 1.
+
+    With m the largest column and rest = sum_{i != m} p_i = 1 - p_m, the sum is
+    rest * (1 + p_m) - sum_{i != m} p_i^2. Summing the small terms apart keeps digits that even
+    -expm1(log p_m) has lost, since log_softmax rounds log p_m to zero. The top column is set to
+    zero in `probs` for the two sums and put back.
+    """
+    top, at = probs.max(dim=-1, keepdim=True)
+    probs.scatter_(-1, at, 0.0)
+    rest = probs.sum(dim=-1)
+    squares: Tensor = torch.linalg.vector_norm(probs, dim=-1).square()
+    probs.scatter_(-1, at, top)
+    return rest * (1.0 + top.squeeze(-1)) - squares
+
+
+def token_statistics(
+    logits: Tensor,
+    token_ids: Tensor,
+    *,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    gini: bool = True,
+    entropy_grad: bool = False,
+) -> TokenStatistics:
+    """Statistics of the tokens `token_ids` [...] drawn from `logits` [..., V]; each is [...].
+
+    logprobs carry the gradient to the logits; entropies do so only with entropy_grad, gini never.
+    Raises ValueError on a token id outside the vocabulary, and as `log_distribution` does.
+    """
+    log_probs = log_distribution(logits, temperature=temperature, vocab_size=vocab_size)
+    _check_tokens(token_ids, log_probs.shape[-1])
+    logprobs = log_probs.gather(-1, token_ids.long().unsqueeze(-1)).squeeze(-1)
+    entropies, ginis = entropy_and_gini(
+        log_probs if entropy_grad else log_probs.detach(), gini=gini
+    )
+    return TokenStatistics(logprobs, entropies, ginis)
+
+
+def statistics_from_hidden(
+    hidden: Tensor,
+    head_weight: Tensor,
+    token_ids: Tensor,
+    *,
+    head_bias: Tensor | None = None,
+    temperature: float = 1.0,
+    vocab_size: int | None = None,
+    chunk: int = 1024,
+    gini: bool = True,
+    entropy_grad: bool = False,
+) -> TokenStatistics:
+    """`token_statistics` of the logits hidden @ head_weight.T + head_bias, never held whole.
+
+    hidden: [N, D]. head_weight: [V, D]. head_bias: [V] or None. token_ids: [N]. At most `chunk`
+    rows of logits exist at once: the backward pass computes them again, chunk by chunk (not when
+    one chunk holds all). The chunk size changes neither values nor gradients beyond the rounding of
+    a matrix product.
+
+    The matrix products run in the dtype of autocast if it is on, else in that of the inputs;
+    everything after them is float32, and so is the sum of the weight gradient over the chunks.
+    Gradients reach hidden, head_weight and head_bias through logprobs, and through entropies with
+    entropy_grad; gini carries none. There is no second derivative.
+
+    Raises ValueError as `token_statistics` does, and for chunk < 1.
+    """
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1 token, not {chunk}")
+    _check_temperature(temperature)
+    columns = _real_columns(vocab_size, len(head_weight))
+    if columns < len(head_weight):
+        head_weight = head_weight[:columns]
+        head_bias = None if head_bias is None else head_bias[:columns]
+    _check_tokens(token_ids, columns)
+    settings = _HeadSettings(
+        temperature, chunk, gini, entropy_grad, _product_dtype(hidden, head_weight)
+    )
+    outputs = _HeadStatistics.apply(  # type: ignore[no-untyped-call]
+        hidden, head_weight, head_bias, token_ids.long(), settings
+    )
+    return TokenStatistics(*outputs)
+
+
+class _HeadSettings(NamedTuple):
+    temperature: float
+    chunk: int
+    gini: bool
+    entropy_grad: bool
+    product_dtype: torch.dtype
+
+
+class _HeadStatistics(torch.autograd.Function):
+    """The gradient of a log-prob to the logits is (onehot - p) / temperature, that of the entropy
+    -p (log p + H) / temperature; the rest is two matrix products a chunk."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        token_ids: Tensor,
+        settings: _HeadSettings,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        head = _Head(hidden, weight, bias, settings)
+        chunks = _chunks(len(hidden), settings.chunk)
+        logprobs, entropies, ginis = [], [], []
+        for rows in chunks:
+            log_probs = head.log_probs(rows)
+            logprobs.append(log_probs.gather(-1, token_ids[rows].unsqueeze(-1)).squeeze(-1))
+            entropy, gini = entropy_and_gini(log_probs, gini=settings.gini)
+            entropies.append(entropy)
+            if gini is not None:
+                ginis.append(gini)
+        outputs = torch.cat(logprobs), torch.cat(entropies), torch.cat(ginis) if ginis else None
+        kept = log_probs if len(chunks) == 1 else None
+        ctx.save_for_backward(hidden, weight, bias, token_ids, outputs[1], kept)
+        ctx.settings = settings
+        ctx.set_materialize_grads(False)
+        detached = outputs[2:] if settings.entropy_grad else outputs[1:]
+        ctx.mark_non_differentiable(*(t for t in detached if t is not None))
+        return outputs
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(
+        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, _gini: Tensor | None
+    ) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, token_ids, entropies, kept = ctx.saved_tensors
+        head = _Head(hidden, weight, bias, ctx.settings)
+        wanted = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
+        grad_weight = _zeros_float32(weight) if wanted[1] else None
+        grad_bias = _zeros_float32(bias) if wanted[2] else None
+        for rows in _chunks(len(hidden), ctx.settings.chunk):
+            grad_logits = _grad_logits(
+                head.log_probs(rows) if kept is None else kept,
+                token_ids[rows],
+                None if grad_logprobs is None else grad_logprobs[rows],
+                None if grad_entropies is None else grad_entropies[rows],
+                entropies[rows],
+            ).div_(ctx.settings.temperature)
+            if grad_bias is not None:
+                grad_bias += grad_logits.sum(dim=0)
+            product = grad_logits.to(ctx.settings.product_dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = product @ head.weight
+            if grad_weight is not None:
+                grad_weight += product.T @ head.hidden[rows]
+        return grad_hidden, grad_weight, grad_bias, None, None
+
+
+class _Head:
+    """The output matrix and its inputs in the dtype of the matrix products."""
+
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _HeadSettings
+    ) -> None:
+        self.hidden = hidden.to(settings.product_dtype)
+        self.weight = weight.to(settings.product_dtype)
+        self.bias = None if bias is None else bias.to(settings.product_dtype)
+        self.temperature = settings.temperature
+
+    def log_probs(self, rows: slice) -> Tensor:
+        logits = F.linear(self.hidden[rows], self.weight, self.bias)
+        return log_distribution(logits, temperature=self.temperature)
+
+
+def _grad_logits(
+    log_probs: Tensor,
+    token_ids: Tensor,
+    grad_logprobs: Tensor | None,
+    grad_entropies: Tensor | None,
+    entropies: Tensor,
+) -> Tensor:
+    """Gradient to logits / temperature, [n, V], in a new tensor."""
+    probs = log_probs.exp()
+    slope = probs.new_zeros(len(token_ids), 1)
+    if grad_logprobs is not None:
+        slope = grad_logprobs.unsqueeze(-1)
+    scale = -slope
+    if grad_entropies is not None:
+        surprisal = log_probs.clamp(min=_LOG_ZERO) + entropies.unsqueeze(-1)
+        scale = scale - grad_entropies.unsqueeze(-1) * surprisal
+    return probs.mul_(scale).scatter_add_(-1, token_ids.unsqueeze(-1), slope)
+
+
+def _chunks(num_rows: int, chunk: int) -> list[slice]:
+    return [slice(start, start + chunk) for start in range(0, max(num_rows, 1), chunk)]
+
+
+def _zeros_float32(like: Tensor) -> Tensor:
+    return torch.zeros_like(like, dtype=_at_least_float32(like.dtype))
+
+
+def _at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _product_dtype(hidden: Tensor, weight: Tensor) -> torch.dtype:
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return torch.promote_types(hidden.dtype, weight.dtype)
+
+
+def _check_temperature(temperature: float) -> None:
+    if not (temperature > 0 and math.isfinite(temperature)):
+        raise ValueError(
+            f"temperature must be finite and above 0, not {temperature}: "
+            "argmax is not a distribution that tokens are drawn from"
+        )
+
+
+def _real_columns(vocab_size: int | None, columns: int) -> int:
+    if vocab_size is None:
+        return columns
+    if not 1 <= vocab_size <= columns:
+        raise ValueError(f"vocab_size must be within 1 and the {columns} columns, not {vocab_size}")
+    return vocab_size
+
+
+def _check_tokens(token_ids: Tensor, vocab_size: int) -> None:
+    if not token_ids.numel():
+        return
+    low, high = (int(v) for v in token_ids.aminmax())
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise ValueError(f"token id {wrong} is outside the vocabulary of {vocab_size} tokens")

@@ -1,0 +1,207 @@
+"""One rollout: a fresh environment, turn after turn, recorded as a Trajectory.
+
+    environment --prompt--> [context] --Request--> engine --drawn tokens--> [turn]
+         ^                                                                    |
+         +------------------------- Action(text) <----------------------------+
+         +--observation--> [context] ... until the environment ends it or a budget runs out
+
+`run_rollout` is the one boundary where failures become data: whatever the environment, the grader
+or the engine raises ends in a trajectory with a status and without a reward. Sampled ids are only
+ever appended to, never encoded again. Then: `buffer` -> `batch` -> `trainer` -> `losses`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+import numpy as np
+
+from .engine import Engine, Request
+from .environment import Action, Environment, Prompt, Reply, Task
+from .errors import EngineError, EngineTimeout, EnvError, GraderError, WorkerError
+from .options.run import RolloutOptions
+from .types import RolloutId, SamplingSettings, Segment, Status, Trajectory, Turn
+
+T = TypeVar("T")
+
+
+class Codec(Protocol):
+    """What a rollout asks of `estr.chat.Codec`."""
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]: ...
+
+    def encode_observation(self, observation: Prompt) -> list[int]: ...
+
+    def decode(self, token_ids: list[int]) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSetting:
+    """What all rollouts of a run share. `started_at` is the monotonic time of the run's start."""
+
+    engine: Engine
+    task: Task
+    codec: Codec
+    sampling: SamplingSettings
+    limits: RolloutOptions
+    split: str = "train"
+    worker: str = ""
+    started_at: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class _Record:
+    """A trajectory while it grows."""
+
+    parts: list[Segment] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    reply: Reply | None = None
+    engine_s: float = 0.0
+    environment_s: float = 0.0
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(part) for part in self.parts)
+
+    def history(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+        return np.concatenate([part.token_ids for part in self.parts])
+
+    def add_turn(self, drawn: Segment) -> None:
+        start = self.num_tokens
+        self.parts.append(drawn)
+        reason = drawn.finish_reason or "abort"
+        self.turns.append(Turn(0, start, start + len(drawn), reason))
+
+
+async def run_rollout(
+    setting: RolloutSetting,
+    rollout_id: RolloutId,
+    problem: int,
+    *,
+    dispatch_version: int,
+    deadline_version: int,
+) -> Trajectory:
+    """Play one problem once. Never raises for a failure of engine, environment or grader; only
+    cancellation passes through, after the environment is closed."""
+    start_s = time.monotonic() - setting.started_at
+    record = _Record()
+    status: Status
+    error: str | None = None
+    try:
+        environment = setting.task.make(setting.split, problem)
+        try:
+            async with asyncio.timeout(setting.limits.timeout_s):
+                status = await _play(setting, environment, record, rollout_id, deadline_version)
+        finally:
+            await environment.close()
+    except (TimeoutError, EngineTimeout):
+        status = "timeout"
+        error = f"no end within rollout.timeout_s = {setting.limits.timeout_s:g} s"
+    except (EngineError, WorkerError) as failure:
+        status, error = "engine_error", str(failure)
+    except GraderError as failure:
+        status, error = "grader_error", str(failure)
+    except Exception as failure:  # noqa: BLE001 - a user's environment may raise anything
+        status, error = "env_error", f"{type(failure).__name__}: {failure}"
+    outcome, rewards, reward = _score(setting.task, status, record.reply)
+    return Trajectory(
+        id=rollout_id,
+        task=setting.task.name,
+        problem=problem,
+        segments=(Segment.join(record.parts),),
+        turns=tuple(record.turns),
+        sampling=setting.sampling,
+        status=status,
+        dispatch_version=dispatch_version,
+        outcome=outcome,
+        rewards=rewards,
+        reward=reward,
+        worker=setting.worker,
+        times_s={
+            "start": start_s,
+            "end": time.monotonic() - setting.started_at,
+            "engine": record.engine_s,
+            "environment": record.environment_s,
+        },
+        error=error,
+    )
+
+
+async def _play(
+    setting: RolloutSetting,
+    environment: Environment,
+    record: _Record,
+    rollout_id: RolloutId,
+    deadline_version: int,
+) -> Status:
+    """Turns until the environment ends it ("ok") or a budget runs out ("truncated")."""
+    sampling, limits = setting.sampling, setting.limits
+    prompt = await _limited(environment.start(), limits.step_timeout_s, "start")
+    ids = setting.codec.encode_prompt(prompt)
+    if not ids:
+        raise EnvError("the prompt is empty: a model needs at least one token to go on from")
+    record.parts.append(Segment.context(ids))
+    for _ in range(setting.task.max_turns):
+        budget = min(sampling.max_new_tokens, sampling.max_tokens - record.num_tokens)
+        if budget < 1:
+            return "truncated"
+        request = Request(
+            id=rollout_id,
+            token_ids=record.history(),
+            sampling=sampling,
+            max_new_tokens=budget,
+            first_position=record.num_tokens,
+            deadline_version=deadline_version,
+        )
+        clock = time.monotonic()
+        drawn = await setting.engine.generate(request, limits.timeout_s)
+        record.engine_s += time.monotonic() - clock
+        record.add_turn(drawn)
+        if drawn.finish_reason not in ("stop", "length"):
+            raise EngineError(f"{rollout_id}: the engine aborted the request")
+        clock = time.monotonic()
+        action = _action(setting.codec, drawn, sampling)
+        reply = await _limited(environment.step(action), limits.step_timeout_s, "step")
+        record.environment_s += time.monotonic() - clock
+        if reply.observation is None:
+            record.reply = reply
+            return "ok"
+        ids = setting.codec.encode_observation(reply.observation)
+        if ids:
+            record.parts.append(Segment.context(ids))
+    return "truncated"
+
+
+def _action(codec: Codec, drawn: Segment, sampling: SamplingSettings) -> Action:
+    ids = [int(token) for token in drawn.token_ids]
+    shown = ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
+    reason = drawn.finish_reason or "abort"
+    return Action(text=codec.decode(shown), token_ids=tuple(ids), finish_reason=reason)
+
+
+async def _limited(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await awaitable
+    except TimeoutError as error:
+        raise EnvError(
+            f"environment.{what}() did not answer within rollout.step_timeout_s = {timeout_s:g} s"
+        ) from error
+
+
+def _score(
+    task: Task, status: Status, reply: Reply | None
+) -> tuple[float | None, Mapping[str, float], float | None]:
+    """(outcome, rewards, reward): by the environment where it ended the rollout, by the task's rule
+    for unfinished ones, nothing at all for failures."""
+    if status == "ok" and reply is not None:
+        rewards = dict(reply.rewards)
+        reward = sum(rewards.values()) if rewards else reply.outcome
+        return reply.outcome, rewards, reward if reply.outcome is not None else None
+    if status in ("truncated", "timeout"):
+        return task.unfinished_outcome, {}, task.unfinished_outcome
+    return None, {}, None

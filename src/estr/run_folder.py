@@ -1,0 +1,138 @@
+"""The folder of one run: where everything lies, and that no run ever writes over another.
+
+runs/NAME/
+    config.toml        the resolved recipe
+    summary.json       what came of it (written at the end)
+    metrics.jsonl      one line per optimizer step, one per evaluation
+    tensorboard/       the same for TensorBoard
+    checkpoints/       see estr.checkpoint
+    model/best, last   Hugging Face folders
+    log.txt            output of the spawned processes, warnings
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from .config import Recipe
+from .errors import DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What came of a run. Accuracies are held-out (None: not measured); staleness is over the
+    trained trajectories; engine_busy and trainer_busy are shares of the training's wall time."""
+
+    name: str
+    steps: int
+    version: int
+    start_accuracy: float | None
+    final_accuracy: float | None
+    best_accuracy: float | None
+    wall_s: float
+    tokens_per_s: float
+    trained_tokens: int
+    intra_max: int
+    inter_max: int
+    intra_mean: float
+    inter_mean: float
+    rho_mask: float
+    engine_busy: float
+    trainer_busy: float
+    dropped_groups: int
+    statuses: dict[str, int]
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @classmethod
+    def create(cls, recipe: Recipe, root: Path = Path("runs")) -> RunFolder:
+        """A new folder runs/NAME, or runs/NAME-2, -3, ... where that is taken."""
+        number = 1
+        while True:
+            path = root / (recipe.name if number == 1 else f"{recipe.name}-{number}")
+            try:
+                path.mkdir(parents=True)
+                break
+            except FileExistsError:
+                number += 1
+            except OSError as error:
+                raise DataError(f"cannot make run folder {path}: {error.strerror}") from error
+        folder = cls(path)
+        (path / "config.toml").write_text(recipe.to_toml(), encoding="utf-8")
+        folder.log.touch()
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """An existing run. Raises DataError naming the path if it is none."""
+        folder = cls(Path(path))
+        if not (folder.path / "config.toml").is_file():
+            raise DataError(f"{path} is not a run folder: it holds no config.toml")
+        return folder
+
+    @property
+    def log(self) -> Path:
+        return self.path / "log.txt"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def model_best(self) -> Path:
+        return self.path / "model" / "best"
+
+    @property
+    def model_last(self) -> Path:
+        return self.path / "model" / "last"
+
+    @property
+    def is_finished(self) -> bool:
+        return (self.path / "summary.json").exists()
+
+    def write_summary(self, summary: Summary) -> None:
+        aside = self.path / ".summary.json"
+        aside.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
+        aside.replace(self.path / "summary.json")
+
+
+_WEIGHTS_PREFIX = "estr-weights-"
+
+
+def weights_folder(run: RunFolder, bytes_needed: int) -> Path:
+    """A fresh folder for the exchange of weights: in memory where there is room, else in the run.
+
+    Folders that runs which no longer live left in memory are removed first.
+    """
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or not os.access(memory, os.W_OK):
+        return Path(tempfile.mkdtemp(prefix=".weights-", dir=run.path))
+    for old in memory.glob(f"{_WEIGHTS_PREFIX}*"):
+        pid = old.name.removeprefix(_WEIGHTS_PREFIX).partition("-")[0]
+        if pid.isdigit() and not _alive(int(pid)):
+            shutil.rmtree(old, ignore_errors=True)
+    if shutil.disk_usage(memory).free < bytes_needed * 1.5:
+        return Path(tempfile.mkdtemp(prefix=".weights-", dir=run.path))
+    return Path(tempfile.mkdtemp(prefix=f"{_WEIGHTS_PREFIX}{os.getpid()}-", dir=memory))
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

@@ -1,0 +1,158 @@
+"""What is played: a run or a model, found by name and brought up without training.
+
+find_subject("calculator")   runs/calculator, its model/best and its recipe
+find_subject("builtin")      a model, under the default recipe
+build_setting(...)           an engine on it in this process, ready for run_rollout
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from .config import Recipe, load_recipe
+from .errors import DataError
+from .rollout import RolloutSetting
+from .run_folder import RunFolder
+
+WhichWeights = Literal["start", "best", "last"]
+"""Of a run: those it started from, those of the best held-out evaluation, those of its end."""
+
+_VERSION_KEY = "estr_version"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model folder and the recipe to play it under. run: None for a model of no run. version:
+    None for a model folder that does not say."""
+
+    folder: Path
+    recipe: Recipe
+    run: RunFolder | None
+    version: int | None
+
+    def load_model(self) -> Any:
+        """The model as the recipe's engine runs it."""
+        from .models import load_model
+
+        engine = self.recipe.engine
+        return load_model(self.folder, dtype=engine.dtype, device=engine.device)
+
+
+def find_subject(
+    source: str | Path,
+    *,
+    task: str | None = None,
+    overrides: Sequence[str] = (),
+    weights: WhichWeights = "best",
+    runs: Path = Path("runs"),
+) -> Subject:
+    """A run folder, a run's name under `runs`, or a model, in this order.
+
+    task: plays that task with its default options, unless it is the recipe's own. overrides: keys
+    of the recipe, as in load_recipe. Raises ConfigError, or DataError naming what was looked for.
+    """
+    from .models import resolve_model
+
+    run = find_run(source, runs)
+    recipe_file = None if run is None else run.path / "config.toml"
+    recipe = load_recipe(recipe_file)
+    if task is not None and task != recipe.task["name"]:
+        overrides = [f"task={json.dumps(task)}", *overrides]
+    recipe = load_recipe(recipe_file, overrides)
+    if run is not None and weights != "start":
+        folder = run.model_best if weights == "best" else run.model_last
+        if not folder.is_dir():
+            raise DataError(
+                f"run {run.path} holds no model/{weights}: the run did not get that far; "
+                "choose other weights of it (start, best, last)"
+            )
+        version = stamped_version(folder) if weights == "best" else _final_version(run)
+        return Subject(folder, recipe, run, version)
+    if run is not None:
+        return Subject(resolve_model(recipe.model), recipe, run, 0)
+    try:
+        folder = resolve_model(str(source))
+    except DataError as error:
+        raise DataError(
+            f"{source} is no run (neither {source} nor {runs / source} is a run folder) "
+            f"and no model: {error}"
+        ) from error
+    return Subject(folder, recipe, None, stamped_version(folder))
+
+
+def find_run(source: str | Path, runs: Path) -> RunFolder | None:
+    """The run folder at that path, or of that name under `runs`; None if there is none."""
+    for path in (Path(source), runs / source):
+        if (path / "config.toml").is_file():
+            return RunFolder.open(path)
+    return None
+
+
+def _final_version(run: RunFolder) -> int | None:
+    """The version of model/last, which the summary tells."""
+    path = run.path / "summary.json"
+    if not path.is_file():
+        return None
+    try:
+        return int(json.loads(path.read_text(encoding="utf-8"))["version"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not the summary of a run: {error}") from error
+
+
+def build_setting(
+    model: Any, folder: Path, recipe: Recipe, *, version: int, temperature: float
+) -> RolloutSetting:
+    """An engine in this process on `model`, which holds the weights `version`, and the recipe's
+    task, in its "test" split. folder: where the tokenizer is. Raises ConfigError or DataError."""
+    from .chat import Codec
+    from .engines.in_process import InProcessEngine
+    from .engines.local import LocalEngine
+    from .environments import build_task
+    from .models import load_tokenizer
+    from .types import SamplingSettings
+
+    task = build_task(recipe.task)
+    codec = Codec(load_tokenizer(folder))
+    sampling = SamplingSettings(
+        temperature=temperature,
+        max_new_tokens=recipe.sampling.max_new_tokens,
+        max_tokens=recipe.sampling.max_tokens,
+        stop_token_ids=codec.resolve_stops(task.stop),
+    )
+    engine = LocalEngine(model, version=version, max_batch=recipe.engine.max_batch, gini=False)
+    return RolloutSetting(
+        InProcessEngine(engine), task, codec, sampling, recipe.rollout, split="test"
+    )
+
+
+def stamp_version(model: Any, version: int) -> None:
+    """Make the folder that this model is saved to remember its version (in config.json)."""
+    setattr(model.config, _VERSION_KEY, version)
+
+
+def stamped_version(folder: Path) -> int | None:
+    """The version that a model folder remembers. Raises DataError if its config is not JSON."""
+    path = folder / "config.json"
+    try:
+        version = json.loads(path.read_text(encoding="utf-8")).get(_VERSION_KEY)
+    except (OSError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is not the config of a model: {error}") from error
+    return version if isinstance(version, int) else None
+
+
+@contextmanager
+def torch_threads(threads: int) -> Iterator[None]:
+    """So many threads for torch, and what it had before afterwards."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

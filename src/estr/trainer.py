@@ -1,0 +1,277 @@
+"""The trainer: groups of trajectories in, a new version of the weights out.
+
+    groups --make_batches--> micro-batches --model--> policy log-probs --policy_loss--> gradient
+           --AdamW--> version + 1 --publish--> weight store --> engine
+
+One optimizer step per mini-batch of B groups. The gradient of a mini-batch is the sum over its
+micro-batches of terms over one global count, so its value does not depend on how it was cut. A
+mini-batch without a single non-zero advantage is skipped: the step counter rises, the version does
+not. The proximal pass is made only when a correction asks for it and a batch has several steps.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from .batch import Batch, make_batches
+from .buffer import TrainingGroup
+from .corrections import build_correction
+from .corrections.base import TokenColumns
+from .diagnostics import token_diagnostics, trajectory_diagnostics
+from .errors import NumericsError
+from .heads import split_head
+from .logprobs import next_token, statistics_from_hidden, token_statistics
+from .losses import policy_loss
+from .metrics import Metrics
+from .options.run import TrainerOptions
+from .weights import WeightStore
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from .config import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """One optimizer step. target_version is the version that the loss was taken at, version the
+    one after the step (the same if it was skipped)."""
+
+    step: int
+    target_version: int
+    version: int
+    metrics: Metrics
+
+    @property
+    def skipped(self) -> bool:
+        return self.version == self.target_version
+
+
+def learning_rate(step: int, total_steps: int, options: TrainerOptions) -> float:
+    """The learning rate of 0-based optimizer step `step`: linear warm-up, then the schedule, which
+    reaches 0 after the last step."""
+    if step < options.warmup_steps:
+        return options.lr * (step + 1) / options.warmup_steps
+    if options.schedule == "constant":
+        return options.lr
+    span = max(1, total_steps - options.warmup_steps)
+    done = min(1.0, (step - options.warmup_steps) / span)
+    if options.schedule == "linear":
+        return options.lr * (1.0 - done)
+    return options.lr * 0.5 * (1.0 + math.cos(math.pi * done))
+
+
+class Trainer:
+    """Owns the float32 master weights and the optimizer. Synchronous; hosted by a worker process
+    or used in place."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        recipe: Recipe,
+        store: WeightStore,
+        *,
+        publish_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = model.eval()  # no dropout: policy log-probs must be those of the policy
+        self.recipe = recipe
+        self.options = recipe.trainer
+        self.correction = build_correction(recipe.correction)
+        self.store = store
+        self.step = 0
+        self.version = 0
+        self._published = -1
+        self._publish_dtype = publish_dtype
+        self._head = split_head(model)
+        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        self.optimizer = torch.optim.AdamW(
+            self.parameters.values(),
+            lr=self.options.lr,
+            betas=self.options.betas,
+            eps=self.options.adam_eps,
+            weight_decay=self.options.weight_decay,
+            fused=True,
+        )
+        self._busy_s = 0.0
+        self._started = time.monotonic()
+
+    def publish(self) -> int:
+        """Put the current version into the store unless it is there; returns it."""
+        if self._published != self.version:
+            self.store.publish(self.version, self.state())
+            self._published = self.version
+        return self.version
+
+    def state(self) -> dict[str, Tensor]:
+        """The weights as engines load them: floating tensors in publish_dtype."""
+        return {
+            name: t.to(self._publish_dtype) if t.is_floating_point() else t
+            for name, t in self.master_state().items()
+        }
+
+    def master_state(self) -> dict[str, Tensor]:
+        """Parameters (tied ones once) and persistent buffers, as they are."""
+        saved = self.model.state_dict()
+        buffers = {name: b for name, b in self.model.named_buffers() if name in saved}
+        tensors = {**dict(self.model.named_parameters()), **buffers}
+        return {name: t.detach() for name, t in tensors.items()}
+
+    def load_master_state(self, state: dict[str, Tensor]) -> None:
+        """Copy tensors named as in master_state() into the model."""
+        with torch.no_grad():
+            for name, own in self.master_state().items():
+                own.copy_(state[name])
+
+    def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
+        """One optimizer step per mini-batch, then publish if it is due.
+
+        Raises NumericsError on a non-finite loss or gradient, before the weights are touched.
+        """
+        clock = time.monotonic()
+        cut = [self._cut(groups) for groups in minibatches]
+        proximal = self._proximal_passes(cut)
+        results = [
+            self._step(groups, batches, columns)
+            for groups, batches, columns in zip(minibatches, cut, proximal, strict=True)
+        ]
+        if self.version - self._published >= self.recipe.publish_every:
+            self.publish()
+        self._busy_s += time.monotonic() - clock
+        return results
+
+    def statistics(self) -> dict[str, float]:
+        """busy_s (wall time inside steps) and wall_s since the start."""
+        return {"busy_s": self._busy_s, "wall_s": time.monotonic() - self._started}
+
+    def _cut(self, groups: Sequence[TrainingGroup]) -> list[Batch]:
+        trajectories = [t for g in groups for t in g.trajectories]
+        return make_batches(
+            trajectories,
+            [a for g in groups for a in g.advantages],
+            [g.id for g in groups for _ in g.trajectories],
+            aggregation=self.recipe.loss.aggregation,
+            token_budget=self.options.token_budget,
+            device=self.options.device,
+        )
+
+    def _proximal_passes(self, cut: list[list[Batch]]) -> list[list[Tensor | None]]:
+        """Policy log-probs at the start of the batch, where they differ from the current ones."""
+        if len(cut) == 1 or "proximal_logprobs" not in self.correction.needs:
+            return [[None] * len(batches) for batches in cut]
+        with torch.no_grad():
+            return [[self._score(batch)[0].detach() for batch in batches] for batches in cut]
+
+    def _step(
+        self,
+        groups: Sequence[TrainingGroup],
+        batches: list[Batch],
+        proximal: list[Tensor | None],
+    ) -> StepResult:
+        clock = time.monotonic()
+        target = self.version
+        metrics = trajectory_diagnostics(
+            [t for g in groups for t in g.trajectories],
+            target_version=target,
+            max_staleness=self.recipe.max_staleness,
+        )
+        rate = learning_rate(self.step, self.recipe.steps, self.options)
+        loss = 0.0
+        for batch, columns in zip(batches, proximal, strict=True):
+            loss += self._accumulate(batch, columns, target, metrics)
+        trainable = any(a for g in groups for a in g.advantages)
+        norm = self._gradient_norm() if trainable else 0.0
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self.optimizer.zero_grad(set_to_none=True)
+            raise NumericsError(
+                f"optimizer step {self.step}: loss {loss}, gradient norm {norm}; "
+                "the weights were left as they were. Lower trainer.lr, or look at the step's "
+                "log-ratios in metrics.jsonl"
+            )
+        if trainable:
+            for group in self.optimizer.param_groups:
+                group["lr"] = rate
+            self.optimizer.step()
+            self.version += 1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
+        metrics.add_sum("loss", loss)
+        metrics.add_max("grad_norm", norm)
+        metrics.add_max("lr", rate)
+        metrics.add_sum("skipped_updates", 0.0 if trainable else 1.0)
+        metrics.add_sum("trainer_s", time.monotonic() - clock)
+        return StepResult(self.step, target, self.version, metrics)
+
+    def _accumulate(
+        self, batch: Batch, proximal: Tensor | None, target: int, metrics: Metrics
+    ) -> float:
+        """Forward and backward of one micro-batch; returns its part of the loss."""
+        if not bool(batch.loss_mask.any()):
+            return 0.0
+        policy, entropies = self._score(batch)
+        columns = token_columns(batch, policy, proximal)
+        denominators = batch.denominators
+        if isinstance(denominators, torch.Tensor):
+            denominators = denominators.expand_as(batch.loss_mask)[batch.loss_mask]
+        result = policy_loss(columns, self.correction, denominators=denominators)
+        torch.autograd.backward([result.loss])
+        metrics.merge(
+            token_diagnostics(columns, result, policy_entropies=entropies, target_version=target)
+        )
+        return float(result.loss.detach())
+
+    def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+        """(log-probs with gradient, entropies) of the eligible tokens, flat and in row order."""
+        autocast = torch.autocast(
+            torch.device(self.options.device).type,
+            dtype=torch.bfloat16,
+            enabled=self.options.dtype == "bfloat16",
+        )
+        temperature = self.recipe.sampling.temperature
+        weight = self._head.weight
+        with autocast:
+            if weight is None:  # scaled or capped logits: they come whole
+                states = self._head.logits(batch.token_ids)
+                logits, token_ids = next_token(states, batch.token_ids, batch.loss_mask)
+                statistics = token_statistics(
+                    logits, token_ids, temperature=temperature, gini=False
+                )
+            else:
+                states = self._head.hidden(batch.token_ids)
+                hidden, token_ids = next_token(states, batch.token_ids, batch.loss_mask)
+                statistics = statistics_from_hidden(
+                    hidden,
+                    weight,
+                    token_ids,
+                    head_bias=self._head.bias,
+                    temperature=temperature,
+                    gini=False,
+                )
+        return statistics.logprobs, statistics.entropies
+
+    def _gradient_norm(self) -> float:
+        clip = self.options.grad_clip
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip, foreach=None)
+        return float(norm)
+
+
+def token_columns(batch: Batch, policy_logprobs: Tensor, proximal: Tensor | None) -> TokenColumns:
+    """The eligible tokens of a micro-batch as flat columns [N], in row order."""
+    mask = batch.loss_mask
+    gini = batch.behavior_gini
+    return TokenColumns(
+        policy_logprobs=policy_logprobs,
+        behavior_logprobs=batch.behavior_logprobs[mask],
+        advantages=batch.advantages[mask],
+        loss_mask=torch.ones_like(policy_logprobs, dtype=torch.bool),
+        proximal_logprobs=proximal,
+        behavior_entropies=batch.behavior_entropies[mask],
+        behavior_gini=None if gini is None else gini[mask],
+        versions=batch.versions[mask],
+        sequence_ids=batch.sequence_ids[mask],
+    )

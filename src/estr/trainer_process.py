@@ -1,0 +1,136 @@
+"""A trainer in a process of its own: the controller's end, and the host inside the process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+from .buffer import TrainingGroup
+from .config import Recipe
+from .weights import WeightStore
+from .worker import Worker
+
+if TYPE_CHECKING:
+    from .trainer import StepResult
+
+_FILE_TIMEOUT_S = 600.0
+
+
+class TrainerClient(Protocol):
+    """What the loop asks of a trainer, wherever it lives. Paths are written by the trainer."""
+
+    async def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
+        """One optimizer step per mini-batch; publishes the newest version when it is due."""
+        ...
+
+    async def publish(self) -> int:
+        """Put the current version into the store; returns it."""
+        ...
+
+    async def save(self, folder: Path) -> None:
+        """The trainer's part of a checkpoint."""
+        ...
+
+    async def restore(self, folder: Path) -> int:
+        """Put a checkpoint back; returns its version."""
+        ...
+
+    async def export(self, folder: Path) -> None:
+        """The current weights as a Hugging Face folder."""
+        ...
+
+    async def statistics(self) -> dict[str, float]:
+        """busy_s and wall_s since the start."""
+        ...
+
+    async def close(self) -> None:
+        """End it. May be called twice."""
+        ...
+
+
+class TrainerProcess:
+    """TrainerClient over a spawned Trainer."""
+
+    def __init__(self, worker: Worker, timeout_s: float) -> None:
+        self.worker = worker
+        self._timeout_s = timeout_s
+
+    @classmethod
+    async def start(
+        cls, folder: Path, recipe: Recipe, store: WeightStore, *, log: Path | None = None
+    ) -> TrainerProcess:
+        """Spawn it on the model in `folder`."""
+        worker = await Worker.start(
+            "trainer",
+            "estr.trainer_process:TrainerHost",
+            {"folder": folder, "recipe": recipe, "store": store},
+            threads=recipe.trainer.threads,
+            log=log,
+        )
+        return cls(worker, recipe.trainer.timeout_s)
+
+    async def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
+        results: list[StepResult]
+        results = await self.worker.call("train", minibatches, timeout_s=self._timeout_s)
+        return results
+
+    async def publish(self) -> int:
+        return int(await self.worker.call("publish", timeout_s=_FILE_TIMEOUT_S))
+
+    async def save(self, folder: Path) -> None:
+        await self.worker.call("save", folder, timeout_s=_FILE_TIMEOUT_S)
+
+    async def restore(self, folder: Path) -> int:
+        return int(await self.worker.call("restore", folder, timeout_s=_FILE_TIMEOUT_S))
+
+    async def export(self, folder: Path) -> None:
+        await self.worker.call("export", folder, timeout_s=_FILE_TIMEOUT_S)
+
+    async def statistics(self) -> dict[str, float]:
+        counters: dict[str, float]
+        counters = await self.worker.call("statistics", timeout_s=self._timeout_s)
+        return counters
+
+    async def close(self) -> None:
+        await self.worker.close()
+
+
+class TrainerHost:
+    """What runs inside the process."""
+
+    def __init__(self, folder: Path, recipe: Recipe, store: WeightStore) -> None:
+        import torch
+
+        from .models import load_model
+        from .trainer import Trainer
+
+        model = load_model(folder, dtype="float32", device=recipe.trainer.device)
+        dtype = getattr(torch, recipe.engine.dtype)
+        self._folder = folder
+        self._trainer = Trainer(model, recipe, store, publish_dtype=dtype)
+
+    def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
+        return self._trainer.train(minibatches)
+
+    def publish(self) -> int:
+        return self._trainer.publish()
+
+    def save(self, folder: Path) -> None:
+        from .checkpoint import save_trainer
+
+        save_trainer(self._trainer, folder)
+
+    def restore(self, folder: Path) -> int:
+        from .checkpoint import restore_trainer
+
+        restore_trainer(self._trainer, folder)
+        return self._trainer.version
+
+    def export(self, folder: Path) -> None:
+        from .models import load_tokenizer, save_model
+
+        save_model(self._trainer.model, load_tokenizer(self._folder), folder)
+
+    def statistics(self) -> dict[str, float]:
+        return self._trainer.statistics()

@@ -1,0 +1,354 @@
+"""The command line: light, helpful, one line and an exit code for every error."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import click
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+import estr
+from estr import warmstart
+from estr.check import check_recipe
+from estr.cli import BENCHMARKS, _Commands, cli, find_recipe
+from estr.config import load_recipe, recipe_from_table
+from estr.environment import Reply, ScriptedEnvironment
+from estr.environments.calculator import CalculatorOptions, CalculatorTask
+from estr.errors import ConfigError, EngineError, EstrError, Interrupted
+from estr.evaluate import evaluate_model
+from estr.models import load_model, save_model
+from estr.run_folder import RunFolder
+from estr.subject import stamp_version
+
+COMMANDS = ["train", "eval", "sample", "check", "bench", "warmstart"]
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+
+def error_of(result: Result) -> str:
+    """The one error of a command that failed on purpose."""
+    assert isinstance(result.exception, SystemExit), result.exception
+    assert "Traceback" not in result.stderr
+    assert result.stderr.startswith("error: ")
+    return result.stderr
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An untrained decoder that speaks the calculator's alphabet."""
+    folder = tmp_path_factory.mktemp("model") / "tiny"
+    torch.manual_seed(0)
+    tokenizer = warmstart.make_tokenizer()
+    tiny = warmstart.make_model(warmstart.WarmStart(layers=1, width=16), tokenizer)
+    save_model(tiny, tokenizer, folder)
+    return folder
+
+
+@pytest.fixture
+def runs(model: Path, tmp_path: Path) -> Path:
+    """A folder of runs with one in it, "small", that went from version 0 to 9."""
+    recipe = recipe_from_table(
+        {"name": "small", "model": str(model), "eval": {"problems": 3}, "task": "calculator"}
+    )
+    folder = RunFolder.create(recipe, tmp_path)
+    (folder.path / "summary.json").write_text(json.dumps({"version": 9}))
+    for number, place in ((6, folder.model_best), (9, folder.model_last)):
+        weights = load_model(model)
+        if place == folder.model_best:
+            stamp_version(weights, number)
+        with torch.no_grad():
+            weights.lm_head.weight.mul_(number)
+        save_model(weights, warmstart.make_tokenizer(), place)
+    return tmp_path
+
+
+# -- weight and help ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import estr",
+        "import estr; estr.load_recipe; estr.Recipe; estr.__version__",
+        "from click.testing import CliRunner; from estr.cli import cli;"
+        "assert CliRunner().invoke(cli, ['--help']).exit_code == 0",
+        "from click.testing import CliRunner; from estr.cli import cli;"
+        "assert CliRunner().invoke(cli, ['train', '--help']).exit_code == 0",
+    ],
+)
+def test_help_and_the_package_load_nothing_heavy(code: str) -> None:
+    heavy = {"torch", "transformers", "ray", "vllm", "numpy", "rich"}
+    script = f"{code}\nimport sys; print(sorted({heavy} & sys.modules.keys()))"
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert (done.stdout, done.stderr) == ("[]\n", "")
+
+
+def test_the_commands_are_these() -> None:
+    assert sorted(cli.commands) == sorted(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_help_with_an_example(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert "Example" in result.output
+    assert f"  estr {command} " in result.output or f"  estr {command}\n" in result.output
+
+
+def test_the_exported_names_exist_in_any_order() -> None:
+    for name in estr.__all__:
+        assert getattr(estr, name) is not None
+    assert set(estr.__all__) <= set(dir(estr))
+    assert estr.__version__ == run("--version").output.split()[-1]
+    assert callable(estr.evaluate), "the module and the call share a name"
+    assert estr.evaluate.pass_at_k(4, 1, 2) == 0.5
+    with pytest.raises(AttributeError, match="has no attribute 'evaluation'"):
+        _ = estr.evaluation
+
+
+# -- errors -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("tau is wrong"), 2),
+        (Interrupted("stopped after step 3"), 130),
+        (KeyboardInterrupt(), 130),
+        (EngineError("it broke\nlast lines: \x1b[1m"), 1),
+        (EstrError("anything"), 1),
+    ],
+)
+def test_errors_become_a_line_and_an_exit_code(error: BaseException, code: int) -> None:
+    @click.group(cls=_Commands)
+    @click.option("--debug", is_flag=True)
+    def group(debug: bool) -> None:
+        pass
+
+    @group.command()
+    def fail() -> None:
+        raise error
+
+    result = CliRunner().invoke(group, ["fail"])
+    assert (result.exit_code, result.stdout) == (code, "")
+    assert result.stderr.startswith("error: ")
+    assert "\x1b" not in result.stderr
+    debug = CliRunner().invoke(group, ["--debug", "fail"])
+    assert (debug.exception is error) == isinstance(error, EstrError)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        (["--set", "learnig_rate=1e-6"], "unknown key learnig_rate"),
+        (["--set", "trainer.tau=1"], "correction.tau"),
+        (["--set", "steps"], "not of the form key=value"),
+        (["--set", "sampling.temperature=0"], "temperature"),
+        (["no-such-recipe"], "neither a file nor a shipped recipe"),
+        (["--resume", "nowhere"], "nowhere"),
+    ],
+)
+def test_a_wrong_recipe_starts_nothing(tmp_path: Path, arguments: list[str], match: str) -> None:
+    result = run("train", *arguments, "--runs", tmp_path / "runs")
+    assert match in error_of(result)
+    assert result.exit_code == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_resuming_what_is_not_there_names_it_check_129(tmp_path: Path) -> None:
+    result = run("train", "--resume", tmp_path / "nonexistent")
+    assert f"{tmp_path / 'nonexistent'}" in error_of(result)
+    assert result.exit_code == 2
+
+
+def test_a_run_without_a_checkpoint_cannot_be_resumed_check_129(runs: Path) -> None:
+    result = run("train", "--resume", "small", "--runs", runs)
+    assert "no usable checkpoint" in error_of(result)
+    assert result.exit_code == 1
+
+
+def test_resume_and_a_recipe_exclude_each_other(runs: Path) -> None:
+    file = runs / "small" / "config.toml"
+    result = run("train", file, "--resume", "small", "--runs", runs)
+    assert "give either" in error_of(result)
+
+
+def test_recipes_are_files_or_shipped_names(tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text("steps = 3\n")
+    assert find_recipe(str(file)) == file
+    assert find_recipe(None) is None
+    shipped = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
+    assert [find_recipe(path.stem) for path in shipped] == shipped
+
+
+# -- check --------------------------------------------------------------------------------------
+
+
+def test_check_prints_a_recipe(model: Path) -> None:
+    result = run("check", "--set", f"model={model}", "--set", "correction.tau=0.5")
+    assert result.exit_code == 0, result.stderr
+    assert recipe_from_table(tomllib.loads(result.stdout)) == load_recipe(
+        None, [f"model={model}", "correction.tau=0.5"]
+    )
+    notes = [line for line in result.stdout.split("\n") if line.startswith("# ")]
+    assert "# gold answers of 8 problems are graded 1" in notes
+    assert f"# model folder {model}" in notes
+
+
+def test_check_names_every_error_of_a_file_checks_149_and_156(tmp_path: Path) -> None:
+    file = tmp_path / "wrong.toml"
+    file.write_text(
+        'learnig_rate = 1e-6\n[loss]\ntaau = 0.5\n[trainer]\nlr = "fast"\n'
+        '[correction]\nname = "icepop"\ntau = 1.0\n'
+    )
+    result = run("check", file)
+    assert result.exit_code == 2
+    assert result.stdout == ""
+    for place in ("learnig_rate", "loss.taau", "trainer.lr", "tau"):
+        assert place in result.stderr
+    assert result.stderr.count("error: ") == 4
+
+
+def test_check_names_every_error_beyond_the_file(tmp_path: Path) -> None:
+    overrides = [f"model={tmp_path}/none", "task=chess", "correction=unheard.of:Thing"]
+    findings = check_recipe(None, overrides)
+    assert len(findings.errors) == 3
+    for what in (f"{tmp_path}/none", "chess", "unheard.of"):
+        assert any(what in error for error in findings.errors)
+
+
+def test_check_names_a_file_that_is_not_toml(tmp_path: Path) -> None:
+    file = tmp_path / "torn.toml"
+    file.write_text("steps = \n")
+    assert [str(file) in error for error in check_recipe(file).errors] == [True]
+
+
+@pytest.mark.parametrize(
+    ("override", "match"),
+    [
+        ("sampling.max_new_tokens=3", "does not fit"),
+        ("sampling.max_tokens=20", "exceeds"),
+        ("task.name=test_cli:Disagreeing", "graded 0.0, not 1"),
+        ("task.name=test_cli:Broken", "env_error: RuntimeError: no sandbox"),
+        ("task.name=test_cli:Empty", "has no problem in its 'test' split"),
+        ("task.name=test_cli:Unstoppable", "is 2 tokens"),
+    ],
+)
+def test_check_plays_the_gold_answers_check_101(model: Path, override: str, match: str) -> None:
+    result = run("check", "--set", f"model={model}", "--set", override)
+    assert result.exit_code == 2
+    assert match in result.stderr
+
+
+def test_check_says_that_a_task_has_no_gold_answers(model: Path) -> None:
+    findings = check_recipe(None, [f"model={model}", "task.name=test_cli:Goldless"])
+    assert findings.errors == []
+    assert any("no gold answers" in note for note in findings.notes)
+
+
+class Disagreeing(CalculatorTask):
+    Options = CalculatorOptions
+
+    def gold(self, split: str, index: int) -> list[str]:
+        return ["100"]
+
+
+class Broken(CalculatorTask):
+    def make(self, split: str, index: int) -> ScriptedEnvironment:
+        return ScriptedEnvironment("1=", [RuntimeError("no sandbox")])
+
+
+class Empty(CalculatorTask):
+    def size(self, split: str) -> int | None:
+        return 0 if split == "test" else None
+
+
+class Unstoppable(CalculatorTask):
+    stop = ("]]",)
+
+
+class Goldless(CalculatorTask):
+    def gold(self, split: str, index: int) -> list[str]:
+        return []
+
+    def make(self, split: str, index: int) -> ScriptedEnvironment:
+        return ScriptedEnvironment("1=", [Reply(outcome=1.0)])
+
+
+# -- eval and sample ----------------------------------------------------------------------------
+
+
+def test_eval_prints_one_object(model: Path) -> None:
+    result = run("eval", model, "--task", "calculator", "--problems", 4, "--k", 3, "--json")
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert (found["task"], found["k"], found["num_problems"]) == ("calculator", 3, 4)
+    assert sorted(found["pass_at_k"]) == ["1", "2", "3"]
+    assert {"avg_at_k", "intervals", "failures"} <= found.keys()
+    same = evaluate_model(model, problems=4, k=3)
+    assert found["tokens"] == same.tokens
+
+
+def test_eval_of_a_run_is_kept_beside_it(runs: Path) -> None:
+    shown = run("eval", "small", "--runs", runs)
+    assert shown.exit_code == 0, shown.stderr
+    assert "3 problems x 1" in shown.output
+    assert "version 6" in shown.output
+    assert f"{runs / 'small' / 'eval.jsonl'}" in shown.output
+    last = run("eval", runs / "small", "--weights", "last", "--json")
+    kept = (runs / "small" / "eval.jsonl").read_text().split("\n")
+    assert kept[1] == last.stdout.removesuffix("\n")
+    assert [json.loads(line)["version"] for line in kept[:2]] == [6, 9]
+    start = run("eval", "small", "--weights", "start", "--runs", runs, "--json")
+    assert json.loads(start.stdout)["version"] == 0
+
+
+def test_eval_of_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
+    result = run("eval", "nowhere", "--runs", tmp_path)
+    assert "nowhere is no run" in error_of(result)
+    assert result.exit_code == 1
+
+
+def test_eval_refuses_foreign_keys(model: Path) -> None:
+    result = run("eval", model, "--set", "task.num_trems=2")
+    assert "num_terms" in error_of(result)
+    assert result.exit_code == 2
+
+
+def test_sample_shows_before_and_after(runs: Path) -> None:
+    both = run("sample", "small", "-n", 2, "--runs", runs).output
+    assert both.count("read  | ") >= 4
+    assert both.index("before: ") < both.index("after: ")
+    assert "of version 0" in both
+    assert "of version 9" in both
+    before = run("sample", "small", "--before", "--runs", runs).output
+    after = run("sample", "small", "--after", "--runs", runs).output
+    assert "after: " not in before
+    assert "before: " not in after
+    first = [line for line in both.split("\n") if "read  | " in line and "=" in line]
+    assert first[:2] == first[2:4], "the same problems"
+
+
+def test_sample_of_a_model_has_no_before(model: Path) -> None:
+    assert "wrote | " in run("sample", model, "-n", 1).output
+    assert "no --before" in error_of(run("sample", model, "--before"))
+
+
+# -- bench --------------------------------------------------------------------------------------
+
+
+def test_bench_names_what_it_knows() -> None:
+    message = error_of(run("bench", "warp"))
+    assert "'warp'" in message
+    assert all(name in message for name in BENCHMARKS)

@@ -1,0 +1,248 @@
+"""The asynchronous loop over fakes: staleness, stragglers, failures, shutdown, resume."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from estr.checkpoint import Checkpoints
+from estr.engine import Request, ScriptedEngine
+from estr.environment import Reply, ScriptedEnvironment
+from estr.errors import EngineError, GraderError, Interrupted, Stalled
+from estr.metrics import read_metrics
+from estr.progress import SilentReporter
+from loop_parts import STOP, CoinTask, build, recipe
+
+
+class Messages(SilentReporter):
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+
+    def message(self, text: str) -> None:
+        self.texts.append(text)
+
+
+class StopAt(SilentReporter):
+    def __init__(self, loop, step: int) -> None:
+        self.loop, self.step = loop, step
+
+    def stepped(self, step: int, version: int, wall_s: float, row) -> None:
+        if step == self.step:
+            self.loop.stop()
+
+
+async def finish(loop, timeout_s: float = 20.0) -> None:
+    try:
+        async with asyncio.timeout(timeout_s):
+            await loop.run()
+    finally:
+        loop.writer.close()
+
+
+@pytest.mark.parametrize("max_staleness", [0, 1, 4])
+async def test_every_step_is_made_within_the_bound(tmp_path: Path, max_staleness: int) -> None:
+    loop, trainer = build(tmp_path, recipe(steps=12, max_staleness=max_staleness))
+    await finish(loop)
+    assert trainer.step == loop.step == 12
+    assert len(set(trainer.consumed)) == len(trainer.consumed) == 24
+    assert max(trainer.staleness) <= max_staleness
+    rows = read_metrics(tmp_path / "run" / "metrics.jsonl").records
+    assert [row["step"] for row in rows] == list(range(1, 13))
+
+
+async def test_synchronous_is_the_zero_staleness_case(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda request: [1, 2, STOP], token_s=0.001)
+    loop, trainer = build(tmp_path, recipe(max_staleness=0), engine=engine, step_s=0.005)
+    await finish(loop)
+    assert set(trainer.staleness) == {0}
+    assert set(trainer.intra) == {0}
+    assert trainer.consumed == sorted(trainer.consumed)
+
+
+async def test_weights_switch_in_the_middle_of_a_turn(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda request: [1] * 6 + [STOP], token_s=0.004)
+    loop, trainer = build(tmp_path, recipe(steps=10), engine=engine, step_s=0.008)
+    await finish(loop)
+    assert max(trainer.intra) >= 1
+    assert max(trainer.staleness) <= 2
+    assert engine.loads == sorted(set(engine.loads))
+
+
+async def test_a_straggler_is_waited_for_and_never_dropped(tmp_path: Path) -> None:
+    def make(index: int) -> ScriptedEnvironment:
+        delay = 0.3 if index == 1 else 0.0
+        return ScriptedEnvironment("12", [Reply(outcome=next(coin))], delay_s=delay)
+
+    coin = itertools.cycle([1.0, 0.0])
+    loop, trainer = build(tmp_path, recipe(steps=8), task=CoinTask(make=make))
+    await finish(loop)
+    straggler = trainer.consumed.index(1)
+    assert straggler >= 2, "others were trained on while it ran"
+    assert max(trainer.staleness) == 2, "it came as late as the bound allows"
+    assert len(trainer.consumed) == 16
+
+
+async def test_a_stopped_trainer_stops_dispatch_at_the_capacity(tmp_path: Path) -> None:
+    task = CoinTask()
+    loop, trainer = build(tmp_path, recipe(steps=50), task=task)
+    trainer.hang.clear()
+    running = asyncio.create_task(finish(loop))
+    await asyncio.sleep(0.3)
+    capacity = (2 + 1) * 2
+    in_training = 2
+    assert len(set(task.made)) == capacity
+    assert len(loop.groups) == capacity - in_training
+    trainer.hang.set()
+    await asyncio.wait_for(running, 20)
+    assert trainer.step == 50
+
+
+async def test_end_of_data_ends_the_run_check_116(tmp_path: Path) -> None:
+    the_recipe = recipe(steps=100, epochs=1)
+    loop, trainer = build(tmp_path, the_recipe, task=CoinTask(size=5))
+    await finish(loop)
+    assert sorted(trainer.consumed) == [0, 1, 2, 3, 4]
+    assert trainer.step == 3, "two full steps and a last partial one"
+    assert len(loop.groups) == 0
+
+
+async def test_an_environment_that_raises_is_tried_again(tmp_path: Path) -> None:
+    calls = itertools.count()
+    coin = itertools.cycle([1.0, 0.0])
+
+    def make(index: int) -> ScriptedEnvironment:
+        broken = next(calls) % 5 == 0
+        return ScriptedEnvironment(
+            "12", [ValueError("tool broke") if broken else Reply(outcome=next(coin))]
+        )
+
+    loop, trainer = build(tmp_path, recipe(steps=6), task=CoinTask(make=make))
+    await finish(loop)
+    row = loop.totals.to_row()
+    assert trainer.step == 6
+    assert row["attempts/env_error"] > 0
+    assert row["attempts/ok"] >= 24
+
+
+async def test_failed_groups_are_issued_again_check_114(tmp_path: Path) -> None:
+    tries: Counter[int] = Counter()
+    coin = itertools.cycle([1.0, 0.0])
+
+    def make(index: int) -> ScriptedEnvironment:
+        tries[index] += 1
+        if index == 1 and tries[index] <= 4:  # both members, both attempts
+            return ScriptedEnvironment("12", [GraderError("no gold")])
+        return ScriptedEnvironment("12", [Reply(outcome=next(coin))])
+
+    messages = Messages()
+    loop, trainer = build(tmp_path, recipe(steps=5), task=CoinTask(make=make), reporter=messages)
+    await finish(loop)
+    assert trainer.step == 5
+    assert 1 not in trainer.consumed
+    assert tries[1] == 6, "the problem came again, whole, in a group of its own"
+    assert loop.totals.to_row()["failed_groups"] == 1
+    assert messages.texts == ["group 1 (problem 1) failed: no gold"]
+
+
+async def test_an_engine_that_always_fails_stops_the_run(tmp_path: Path) -> None:
+    def script(request: Request) -> list[int]:
+        raise EngineError("logits are NaN")
+
+    the_recipe = recipe(rollout={"max_failed_groups": 7})
+    loop, trainer = build(tmp_path, the_recipe, engine=ScriptedEngine(script))
+    with pytest.raises(EngineError, match=r"7 groups in a row failed.*logits are NaN"):
+        await finish(loop)
+    assert trainer.step == 0
+
+
+async def test_a_hanging_engine_is_a_timeout_and_the_stall_is_named(tmp_path: Path) -> None:
+    engine = ScriptedEngine(lambda request: [STOP])
+    engine.hang = True
+    task = CoinTask()
+    task.unfinished_outcome = None  # timeouts are then unscored, so no group can finish
+    limits = {"timeout_s": 0.05, "max_attempts": 1, "max_failed_groups": 10_000}
+    loop, _ = build(tmp_path, recipe(rollout=limits), engine=engine, task=task)
+    with pytest.raises(Stalled, match="no group finished within"):
+        await finish(loop)
+
+
+async def test_timeouts_are_scored_by_the_rule_of_the_task(tmp_path: Path) -> None:
+    coin = itertools.cycle([1.0, 0.0])
+
+    def make(index: int) -> ScriptedEnvironment:
+        return ScriptedEnvironment("12", [Reply(outcome=1.0)], delay_s=next(coin) * 30)
+
+    loop, trainer = build(
+        tmp_path, recipe(steps=1, rollout={"timeout_s": 0.2}), task=CoinTask(make=make)
+    )
+    await finish(loop)
+    assert trainer.step == 1
+    assert loop.totals.to_row()["attempts/timeout"] >= 2
+
+
+async def test_a_broken_trainer_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    loop, trainer = build(tmp_path, recipe(steps=9))
+    trainer.fail_at = 3
+    with pytest.raises(RuntimeError, match="the optimizer broke"):
+        await finish(loop)
+    assert loop.step == 3
+
+
+async def test_a_watcher_that_raises_ends_the_run(tmp_path: Path) -> None:
+    async def watch() -> None:
+        await asyncio.sleep(0.05)
+        raise EngineError("the engine process ended")
+
+    loop, trainer = build(tmp_path, recipe(steps=9), watchers=[watch])
+    trainer.hang.clear()
+    with pytest.raises(EngineError, match="the engine process ended"):
+        await finish(loop)
+
+
+async def test_skipped_updates_count_as_steps_not_as_versions(tmp_path: Path) -> None:
+    loop, trainer = build(tmp_path, recipe(steps=8))
+    trainer.skip = {2, 3, 6}
+    await finish(loop)
+    assert (loop.step, loop.version) == (8, 5)
+    assert max(trainer.staleness) <= 2
+
+
+@pytest.mark.parametrize(("num_minibatches", "publish_every"), [(2, 1), (3, 1), (1, 2), (2, 3)])
+async def test_minibatches_and_rare_publishing_keep_the_bound(
+    tmp_path: Path, num_minibatches: int, publish_every: int
+) -> None:
+    the_recipe = recipe(
+        steps=12,
+        max_staleness=3,
+        num_minibatches=num_minibatches,
+        publish_every=publish_every,
+    )
+    loop, trainer = build(tmp_path, the_recipe)
+    await finish(loop)
+    assert trainer.step == 12
+    assert max(trainer.staleness) <= 3
+
+
+async def test_stop_saves_a_checkpoint_and_resume_trains_each_group_once(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    engine = ScriptedEngine(lambda request: [1, 2, STOP], token_s=0.001)
+    loop, trainer = build(tmp_path, recipe(steps=30), engine=engine, checkpoints=checkpoints)
+    loop.reporter = StopAt(loop, step=7)
+    with pytest.raises(Interrupted, match="stopped after step 7 of 30"):
+        await finish(loop)
+
+    saved, state, torn = checkpoints.newest()
+    assert torn == []
+    again, second = build(tmp_path, recipe(steps=30), checkpoints=checkpoints)
+    version = await second.restore(saved)
+    second.store.publish(version, {})
+    await again.engine.load(version, second.store, "recompute")
+    again.restore(state)
+    await finish(again)
+    consumed = trainer.consumed + second.consumed
+    assert again.step == 30
+    assert sorted(consumed) == list(range(60)), "each group exactly once"

@@ -1,0 +1,208 @@
+"""One rollout: what is recorded, and how every failure becomes a status without a reward."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from estr.engine import Request, ScriptedEngine
+from estr.environment import Reply, ScriptedEnvironment
+from estr.errors import EngineError, GraderError, WorkerDied
+from estr.options.run import RolloutOptions
+from estr.rollout import RolloutSetting, run_rollout
+from estr.types import RolloutId, SamplingSettings, Segment, Trajectory
+from loop_parts import STOP, CoinTask, IdCodec
+
+ID = RolloutId(run=1, group=2, index=3)
+SAMPLING = SamplingSettings(max_new_tokens=4, max_tokens=20, stop_token_ids=(STOP,))
+
+
+def setting(
+    replies: Sequence[Reply | Exception],
+    script: Sequence[Sequence[int]] = ((5, STOP), (6, STOP), (7, STOP), (8, STOP)),
+    *,
+    engine: ScriptedEngine | None = None,
+    sampling: SamplingSettings = SAMPLING,
+    **limits: Any,
+) -> tuple[RolloutSetting, ScriptedEnvironment, list[int]]:
+    closed: list[int] = []
+    environment = ScriptedEnvironment(
+        "12", replies, delay_s=limits.pop("delay_s", 0.0), on_close=lambda: closed.append(1)
+    )
+    turns = iter(script)
+    return (
+        RolloutSetting(
+            engine or ScriptedEngine(lambda request: next(turns), version=3),
+            CoinTask(make=lambda index: environment),
+            IdCodec(),
+            sampling,
+            RolloutOptions(**{"timeout_s": 5.0, "step_timeout_s": 5.0, **limits}),
+        ),
+        environment,
+        closed,
+    )
+
+
+async def play(of: RolloutSetting) -> Trajectory:
+    return await run_rollout(of, ID, 11, dispatch_version=2, deadline_version=6)
+
+
+async def test_turns_and_tool_output_are_recorded_in_place_check_76() -> None:
+    parts, environment, closed = setting([Reply("34"), Reply(outcome=1.0)])
+    trajectory = await play(parts)
+    (segment,) = trajectory.segments
+    assert segment.token_ids.tolist() == [1, 2, 5, STOP, 3, 4, 6, STOP]
+    assert segment.sampled.tolist() == [False, False, True, True, False, False, True, True]
+    assert segment.versions.tolist() == [-1, -1, 3, 3, -1, -1, 3, 3]
+    assert np.isnan(segment.behavior_logprobs[~segment.sampled]).all()
+    assert [tuple(t) for t in trajectory.turns] == [(0, 2, 4, "stop"), (0, 6, 8, "stop")]
+    assert [a.text for a in environment.actions] == ["5", "6"]
+    assert environment.actions[0].token_ids == (5, STOP)
+    assert (trajectory.status, trajectory.outcome, trajectory.reward) == ("ok", 1.0, 1.0)
+    assert (trajectory.problem, trajectory.dispatch_version) == (11, 2)
+    assert closed == [1]
+
+
+async def test_sampled_ids_are_appended_never_encoded_again_check_72() -> None:
+    seen: list[list[int]] = []
+
+    def script(request: Request) -> list[int]:
+        seen.append(request.token_ids.tolist())
+        return [1, 0, STOP]
+
+    parts, _, _ = setting([Reply("4"), Reply(outcome=0.0)], engine=ScriptedEngine(script))
+    await play(parts)
+    assert seen == [[1, 2], [1, 2, 1, 0, STOP, 4]]
+
+
+async def test_positions_count_every_token_of_the_trajectory() -> None:
+    positions: list[int] = []
+
+    def script(request: Request) -> list[int]:
+        positions.append(request.first_position)
+        return [5, STOP]
+
+    parts, _, _ = setting([Reply("345"), Reply(outcome=0.0)], engine=ScriptedEngine(script))
+    await play(parts)
+    assert positions == [2, 7]
+
+
+async def test_rewards_are_summed_and_the_outcome_kept_apart_check_139() -> None:
+    parts, _, _ = setting([Reply(outcome=0.0, rewards={"answer": 1.0, "format": 0.2})])
+    trajectory = await play(parts)
+    assert trajectory.reward == pytest.approx(1.2)
+    assert trajectory.outcome == 0.0
+
+
+async def test_an_ungraded_end_is_unscored_not_zero() -> None:
+    parts, _, _ = setting([Reply(outcome=None)])
+    trajectory = await play(parts)
+    assert (trajectory.status, trajectory.reward, trajectory.outcome) == ("ok", None, None)
+
+
+@pytest.mark.parametrize(
+    ("failure", "status", "words"),
+    [
+        (ValueError("tool broke"), "env_error", "ValueError: tool broke"),
+        (GraderError("no gold"), "grader_error", "no gold"),
+        (KeyError("x"), "env_error", "KeyError"),
+    ],
+)
+async def test_failures_are_statuses_without_reward(
+    failure: Exception, status: str, words: str
+) -> None:
+    parts, _, closed = setting([Reply("3"), failure])
+    trajectory = await play(parts)
+    assert trajectory.status == status
+    assert trajectory.reward is None
+    assert trajectory.outcome is None
+    assert words in (trajectory.error or "")
+    assert trajectory.num_sampled_tokens == 4, "what was drawn before stays on record"
+    assert closed == [1]
+
+
+@pytest.mark.parametrize("failure", [EngineError("NaN"), WorkerDied("killed")])
+async def test_engine_failures_are_engine_errors(failure: Exception) -> None:
+    def script(request: Request) -> list[int]:
+        raise failure
+
+    parts, _, closed = setting([Reply(outcome=1.0)], engine=ScriptedEngine(script))
+    trajectory = await play(parts)
+    assert (trajectory.status, trajectory.reward) == ("engine_error", None)
+    assert closed == [1]
+
+
+class Aborting(ScriptedEngine):
+    async def generate(self, request: Request, timeout_s: float) -> Segment:
+        return Segment.drawn([5, 6], [-1, -1], [1, 1], [0, 0], finish_reason="abort")
+
+
+async def test_the_finish_reason_decides_check_79() -> None:
+    """stop: complete. length: the environment judges it. abort: neither trained nor truncated."""
+    parts, _, _ = setting([Reply(outcome=1.0)], script=[[5, 6, STOP]])
+    assert (await play(parts)).turns[0].finish_reason == "stop"
+    parts, environment, _ = setting([Reply(outcome=0.0)], script=[[5, 6, 7, 8, 8, 8]])
+    trajectory = await play(parts)
+    assert trajectory.turns[0].finish_reason == "length"
+    assert environment.actions[0].finish_reason == "length"
+    assert environment.actions[0].text == "5678"
+    parts, _, _ = setting([], engine=Aborting(lambda request: []))
+    assert (await play(parts)).status == "engine_error"
+
+
+async def test_budgets_end_in_truncation_scored_by_the_task() -> None:
+    endless = [Reply("3")] * 10
+    parts, _, _ = setting(endless)
+    by_turns = await play(parts)
+    assert by_turns.status == "truncated"
+    assert len(by_turns.turns) == 4
+    assert by_turns.reward == 0.0
+    parts, _, _ = setting(
+        endless, sampling=SamplingSettings(max_new_tokens=4, max_tokens=7, stop_token_ids=(STOP,))
+    )
+    by_tokens = await play(parts)
+    assert by_tokens.status == "truncated"
+    assert by_tokens.num_tokens <= 8
+
+
+async def test_a_prompt_that_fills_the_budget_is_truncated_before_any_request() -> None:
+    engine = ScriptedEngine(lambda request: [STOP])
+    small = SamplingSettings(max_new_tokens=1, max_tokens=2, stop_token_ids=(STOP,))
+    parts, _, _ = setting([Reply(outcome=1.0)], engine=engine, sampling=small)
+    trajectory = await play(parts)
+    assert trajectory.status == "truncated"
+    assert engine.num_requests == 0
+
+
+async def test_a_slow_step_is_an_environment_error_and_a_slow_rollout_a_timeout() -> None:
+    parts, _, closed = setting([Reply(outcome=1.0)], delay_s=5.0, step_timeout_s=0.05)
+    trajectory = await play(parts)
+    assert trajectory.status == "env_error"
+    assert "rollout.step_timeout_s = 0.05" in (trajectory.error or "")
+    parts, _, closed = setting([Reply("3")] * 4, delay_s=0.06, timeout_s=0.15)
+    trajectory = await play(parts)
+    assert trajectory.status == "timeout"
+    assert trajectory.reward == 0.0
+    assert closed == [1]
+
+
+async def test_cancellation_passes_through_and_closes_the_environment() -> None:
+    parts, _, closed = setting([Reply(outcome=1.0)], delay_s=30.0)
+    task = asyncio.create_task(play(parts))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert closed == [1]
+
+
+async def test_an_empty_prompt_is_refused() -> None:
+    parts, environment, _ = setting([Reply(outcome=1.0)])
+    environment._prompt = ""
+    trajectory = await play(parts)
+    assert trajectory.status == "env_error"
+    assert "prompt is empty" in (trajectory.error or "")

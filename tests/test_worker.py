@@ -1,0 +1,92 @@
+"""Spawned processes: answers, errors, deferred calls, death, hang, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+
+import pytest
+
+from estr.errors import EngineError, WorkerDied, WorkerError
+from estr.worker import Worker
+
+
+@pytest.fixture(autouse=True)
+def _hosts_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.path.dirname(__file__))
+
+
+async def start(host: str, log=None, **kwargs) -> Worker:
+    return await Worker.start("test", f"worker_hosts:{host}", kwargs, threads=1, log=log)
+
+
+async def test_calls_are_answered_in_order() -> None:
+    worker = await start("Plain", start=5)
+    answers = await asyncio.gather(*(worker.call("add", i, timeout_s=10) for i in (1, 2, 3)))
+    assert answers == [6, 8, 11]
+    assert await worker.call("threads", timeout_s=10) == "1"
+    await worker.close()
+
+
+async def test_errors_keep_their_class_or_are_described() -> None:
+    worker = await start("Plain")
+    with pytest.raises(EngineError, match="known"):
+        await worker.call("fail", True, timeout_s=10)
+    with pytest.raises(WorkerError, match=r"KeyError: 'unknown' at worker_hosts.py:\d+"):
+        await worker.call("fail", False, timeout_s=10)
+    assert await worker.call("add", 1, timeout_s=10) == 1
+    await worker.close()
+
+
+async def test_a_factory_that_fails_is_reported() -> None:
+    with pytest.raises(EngineError, match="start is -1"):
+        await start("Plain", start=-1)
+    with pytest.raises(WorkerError, match="no_such_module"):
+        await Worker.start("test", "no_such_module:X", {})
+
+
+async def test_deferred_calls_overlap() -> None:
+    worker = await start("Pumped")
+    slow = asyncio.create_task(worker.call("work", 1_000_000_000, timeout_s=30))
+    quick = await worker.call("work", 3, timeout_s=10)
+    assert quick >= 3
+    assert not slow.done()
+    assert await worker.call("drop", timeout_s=10) == 1
+    slow.cancel()
+    await worker.close()
+
+
+async def test_a_hanging_worker_times_out_and_can_be_closed() -> None:
+    worker = await start("Plain")
+    with pytest.raises(WorkerError, match=r"did not answer 'sleep' within 0.2 s"):
+        await worker.call("sleep", 60, timeout_s=0.2)
+    await worker.close(timeout_s=0.2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker.pid, 0)
+
+
+@pytest.mark.parametrize("how", ["exit", "kill"])
+async def test_death_fails_calls_and_names_how(how: str, tmp_path) -> None:
+    worker = await start("Plain", log=tmp_path / "log.txt")
+    if how == "exit":
+        pending = worker.call("exit", 7, timeout_s=10)
+        match = r"ended: exit status 7[\s\S]*last words"
+    else:
+        pending = worker.call("sleep", 60, timeout_s=10)
+        asyncio.get_running_loop().call_later(0.1, os.kill, worker.pid, signal.SIGKILL)
+        match = "killed by SIGKILL"
+    with pytest.raises(WorkerDied, match=match):
+        await pending
+    assert worker.died.done()
+    with pytest.raises(WorkerDied):
+        await worker.call("add", 1, timeout_s=10)
+    await worker.close()
+
+
+async def test_large_messages_pass_both_ways() -> None:
+    worker = await start("Plain")
+    big = list(range(300_000))
+    with pytest.raises(WorkerError, match="TypeError"):
+        await worker.call("add", big, timeout_s=20)
+    await worker.close()
