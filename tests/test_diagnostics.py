@@ -192,6 +192,13 @@ def test_clamped_log_ratios_are_counted_and_stay_finite(delta, hits):
     assert row["kl_k3"] >= -1e-12
 
 
+def test_k1_reads_the_raw_log_ratio_and_the_rest_the_clamped_one():
+    row = report(columns_of([25.0], [1.0], [1.0])).to_row()
+    assert row["kl_k1"] == -25.0
+    assert row["kl_k3"] == pytest.approx(math.exp(20) - 21, rel=1e-12)
+    assert row["ratio_deviation"] == pytest.approx(math.exp(20) - 1, rel=1e-12)
+
+
 def test_no_eligible_token_gives_no_numbers_and_no_error():
     columns = columns_of([0.5], [1.0], [1.0], versions=[3], mask=[False])
     row = report(columns, policy_entropies=torch.tensor([1.0])).to_row()

@@ -234,7 +234,7 @@ def test_live_display_keeps_model_text_harmless() -> None:
 
     text = live(act)
     assert r"\x1b]0;owned\x07[bold]loud[/bold]\x1b[2J\x9b31m\u202edrow" in text
-    assert "problem 17: reward 1; 2 of version 4, 2 of version 5" in text
+    assert "problem 17: reward 1; tokens: 2 of version 4, 2 of version 5" in text
     for part in ("\x1b]0;", "\x07", "\x1b[2J", "\x9b", "\u202e"):
         assert part not in text
 
@@ -289,7 +289,7 @@ def test_a_rollout_says_who_wrote_what() -> None:
 
 def test_heads_of_rollouts() -> None:
     assert rollout_head(trajectory(0.5)) == (
-        "problem 17: reward 0.5; 2 of version 4, 2 of version 5"
+        "problem 17: reward 0.5; tokens: 2 of version 4, 2 of version 5"
     )
     failed = trajectory(None, status="env_error", error="the tool\x1b broke")
     assert rollout_head(failed).startswith("problem 17: env_error, unscored; ")

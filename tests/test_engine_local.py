@@ -161,6 +161,14 @@ def test_a_request_that_cannot_be_served_is_refused_by_name(
     assert engine.num_waiting == 0
 
 
+def test_token_ids_of_another_width_mean_the_same() -> None:
+    one = request(prompt=[3, 1, 2])
+    wide = replace(one, token_ids=one.token_ids.astype(np.int64))
+    drawn = [serve(LocalEngine(tiny_model()), [each])[one.id] for each in (one, wide)]
+    assert drawn[0].token_ids.tolist() == drawn[1].token_ids.tolist()
+    np.testing.assert_array_equal(drawn[0].behavior_logprobs, drawn[1].behavior_logprobs)
+
+
 def test_a_request_is_served_once_at_a_time() -> None:
     engine = LocalEngine(tiny_model())
     engine.submit(request())
@@ -303,8 +311,11 @@ def test_a_cache_poisoned_by_bad_weights_does_not_outlive_them() -> None:
     with pytest.raises(EngineError, match="version 0"):
         engine.step()
     engine.begin_load(0, sound, "recompute")
-    drawn = serve(engine, [request(1)])[request(1).id]
-    assert_rescored(tiny_model(), [sound], request(1), drawn)
+    # A short request in the row that was full of NaN, beside a longer one that widens the reading.
+    later = [request(1), request(2, prompt=range(1, 15))]
+    finished = serve(engine, later)
+    for one in later:
+        assert_rescored(tiny_model(), [sound], one, finished[one.id])
 
 
 def test_tokens_of_probability_zero_are_never_drawn() -> None:

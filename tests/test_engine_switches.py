@@ -198,6 +198,16 @@ def test_a_tied_matrix_may_come_under_either_of_its_names(dropped: str) -> None:
     assert_rescored(tiny_model("llama-tied"), states, request(), drawn)
 
 
+def test_a_tied_matrix_under_two_names_must_be_one_matrix() -> None:
+    engine = LocalEngine(tiny_model("llama-tied"))
+    state = state_of("llama-tied", 1)
+    engine.begin_load(1, state, "recompute")
+    state["lm_head.weight"] = state["lm_head.weight"] + 1
+    with pytest.raises(WeightsError, match="tied"):
+        engine.begin_load(2, state, "recompute")
+    assert engine.version == 1
+
+
 def test_a_group_computes_its_prompt_once_check_68() -> None:
     states = [state_of("llama-grouped", v) for v in range(2)]
     engine = LocalEngine(tiny_model())

@@ -179,6 +179,16 @@ def test_the_oldest_deadline_goes_first_and_ties_by_id() -> None:
     assert groups.select() == newer
 
 
+def test_a_lagging_engine_hands_in_younger_groups_with_older_deadlines() -> None:
+    groups = Groups(1, 2, steps=9)
+    run_to_finish(groups, 0)
+    groups.consume(groups.select(), 0)
+    (fresh,) = run_to_finish(groups, 1)
+    (lagging,) = run_to_finish(groups, 0)
+    assert (fresh.id, lagging.id) == (1, 2)
+    assert groups.select() == [lagging]
+
+
 def test_a_batch_waits_for_the_group_that_the_invariant_names() -> None:
     """Three at version 0 with S = 2: one taken, one newer finished; the two old ones need the
     steps at 1 and 2, so the newer one must wait although nothing is due at 1."""
@@ -191,6 +201,7 @@ def test_a_batch_waits_for_the_group_that_the_invariant_names() -> None:
     groups.consume(groups.select(), 0)
     newer = groups.dispatch("task", 3, 1)
     groups.start(newer)
+    assert groups.blocking() == old[1:]
     groups.finish(newer)
     assert groups.select() == []
     assert groups.blocking() == old[1:]

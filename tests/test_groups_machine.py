@@ -33,26 +33,26 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int, int, int]:
     staleness = draw(st.integers(0, 4))
     minibatches = draw(st.integers(1, min(3, staleness + 1)))
     publish_every = draw(st.integers(1, min(3, staleness - minibatches + 2)))
-    return draw(st.integers(1, 3)), staleness, minibatches, publish_every, draw(st.integers(1, 15))
+    return draw(st.integers(1, 3)), staleness, minibatches, publish_every, draw(st.integers(1, 40))
 
 
 class Loop(RuleBasedStateMachine):
     """A loop without clocks: the rules are what engines, rollouts and trainer may do next.
 
     trained is the version of the trainer's weights, published the newest one in the store, loaded
-    the one that the engine has acknowledged; with_trainer holds the mini-batches handed over.
+    those that the two engines have acknowledged; with_trainer holds the mini-batches handed over.
     """
 
     @initialize(shape=shapes())
     def build(self, shape: tuple[int, int, int, int, int]) -> None:
         self.per_step, self.staleness, self.minibatches, self.publish_every, self.steps = shape
         self.groups = self.fresh()
-        self.trained = self.published = self.loaded = 0
+        self.trained = self.published = 0
+        self.loaded = [0, 0]
         self.with_trainer: deque[list[Group]] = deque()
         self.outstanding: dict[int, Group] = {}
         self.released: Counter[int] = Counter()
-        self.left: list[Group] = []
-        self.problems = 0
+        self.problems = self.problems_at_resume = 0
 
     def fresh(self) -> Groups:
         return Groups(
@@ -67,71 +67,85 @@ class Loop(RuleBasedStateMachine):
         return [g.deadline for g in self.outstanding.values() if g.id not in gone]
 
     def gone(self, group: Group) -> None:
+        """The group has left, once and for all: every further move is refused."""
         del self.outstanding[group.id]
         self.released[group.id] += 1
-        self.left.append(group)
+        state, number = group.state, len(self.groups)
+        for move in (self.groups.start, self.groups.finish):
+            with pytest.raises(GroupsError):
+                move(group)
+        for leave in (self.groups.fail, self.groups.filter):
+            with pytest.raises(GroupsError):
+                leave(group, "again")
+        with pytest.raises(GroupsError):
+            self.groups.consume([group], self.groups.version)
+        assert (group.state, len(self.groups)) == (state, number)
 
     def has_problem(self) -> bool:
         return bool(self.groups.waiting) or not self.groups.closed
 
     # What engines and rollouts do
 
-    @precondition(lambda self: self.groups.remaining() and self.has_problem())
-    @rule()
-    def dispatch(self) -> None:
-        allowed = holds(
-            [*self.deadlines(), self.loaded + self.staleness], self.groups.version, self.per_step
-        )
-        assert self.groups.can_dispatch(self.loaded) == allowed
+    def may_dispatch(self) -> bool:
+        return self.groups.remaining() > 0 and self.has_problem()
+
+    @precondition(may_dispatch)
+    @rule(number=st.integers(1, 15), engine=st.integers(0, 1))
+    def dispatch(self, number: int, engine: int) -> None:
+        for _ in range(number):
+            if self.may_dispatch():
+                self.dispatch_if_allowed(self.loaded[engine])
+
+    def dispatch_if_allowed(self, version: int) -> None:
+        deadline = version + self.staleness
+        allowed = holds([*self.deadlines(), deadline], self.groups.version, self.per_step)
+        assert self.groups.can_dispatch(version) == allowed
         if not allowed:
             with pytest.raises(StalenessError):
-                self.dispatch_one()
+                self.dispatch_one(version)
             return
-        group = self.dispatch_one()
+        group = self.dispatch_one(version)
         assert group.id not in self.outstanding
         assert group.id not in self.released
-        assert group.deadline == self.loaded + self.staleness
+        assert group.deadline == deadline
         self.outstanding[group.id] = group
 
-    def dispatch_one(self) -> Group:
-        group = self.groups.reissue(self.loaded)
+    def dispatch_one(self, version: int) -> Group:
+        group = self.groups.reissue(version)
         if group is None:
-            group = self.groups.dispatch("task", self.problems, self.loaded)
+            group = self.groups.dispatch("task", self.problems, version)
             self.problems += 1
         return group
 
-    @precondition(lambda self: self.in_state("pending"))
-    @rule(data=st.data())
-    def start(self, data: st.DataObject) -> None:
-        self.groups.start(data.draw(st.sampled_from(self.in_state("pending"))))
-
-    @precondition(lambda self: self.in_state("running"))
-    @rule(data=st.data())
-    def finish(self, data: st.DataObject) -> None:
-        self.groups.finish(data.draw(st.sampled_from(self.in_state("running"))))
-
-    @precondition(lambda self: self.in_state("finished"))
-    @rule(data=st.data())
-    def filter(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(self.in_state("finished")))
-        self.groups.filter(group, "zero_variance")
-        self.gone(group)
-
     @precondition(lambda self: self.outstanding)
     @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(list(self.outstanding.values())))
-        waiting, abandoned = len(self.groups.waiting), self.groups.num_abandoned
-        self.groups.fail(group, "env_error")
-        self.gone(group)
-        assert len(self.groups.waiting) + self.groups.num_abandoned == waiting + abandoned + 1
+    def roll_out(self, data: st.DataObject) -> None:
+        """Several groups go on by a move or two, in any order."""
+        which = st.lists(st.sampled_from(list(self.outstanding.values())), min_size=1, max_size=8)
+        for group in data.draw(which):
+            if group.id not in self.outstanding:
+                continue
+            move = data.draw(st.sampled_from(["go on", "go on", "go on", "go on", "leave"]))
+            if move == "leave":
+                self.leave(group)
+            elif group.state == "pending":
+                self.groups.start(group)
+            elif group.state == "running":
+                self.groups.finish(group)
 
-    @rule()
-    def load(self) -> None:
-        self.loaded = self.published
+    def leave(self, group: Group) -> None:
+        """Finished groups are filtered, or fail where their problem's number is odd."""
+        if group.state == "finished" and group.problem % 2 == 0:
+            self.groups.filter(group, "zero_variance")
+        else:
+            waiting = len(self.groups.waiting) + self.groups.num_abandoned
+            self.groups.fail(group, "env_error")
+            assert len(self.groups.waiting) + self.groups.num_abandoned == waiting + 1
+        self.gone(group)
 
     # What the trainer does
 
+    @precondition(lambda self: self.in_state("finished"))
     @rule(partial=st.booleans())
     def take(self, partial: bool) -> None:
         version = self.groups.version
@@ -158,12 +172,20 @@ class Loop(RuleBasedStateMachine):
         for start in range(0, len(batch), self.per_step):
             self.with_trainer.append(batch[start : start + self.per_step])
 
-    @precondition(lambda self: self.with_trainer)
-    @rule(skipped=st.booleans())
-    def train(self, skipped: bool) -> None:
+    @precondition(lambda self: self.with_trainer or min(self.loaded) < self.published)
+    @rule(skipped=st.lists(st.booleans(), max_size=4), engines=st.sets(st.integers(0, 1)))
+    def train(self, skipped: list[bool], engines: set[int]) -> None:
+        """Some steps of the trainer, and some engines take what was published."""
+        for skip in skipped:
+            if self.with_trainer:
+                self.train_one(skip)
+        for engine in engines:
+            self.loaded[engine] = self.published
+
+    def train_one(self, skip: bool) -> None:
         for group in self.with_trainer.popleft():
             assert 0 <= self.trained - group.dispatch_version <= self.staleness
-        if skipped:
+        if skip:
             self.groups.skip()
         else:
             self.trained += 1
@@ -172,13 +194,14 @@ class Loop(RuleBasedStateMachine):
 
     # What ends or interrupts a run
 
-    @precondition(lambda self: self.problems > 6)
+    @precondition(lambda self: self.problems > 12 and not self.groups.closed)
     @rule()
     def close(self) -> None:
         self.groups.close()
         with pytest.raises(GroupsError):
-            self.groups.dispatch("task", self.problems, self.loaded)
+            self.groups.dispatch("task", self.problems, self.trained)
 
+    @precondition(lambda self: self.groups.done or self.problems > self.problems_at_resume + 8)
     @rule()
     def resume(self) -> None:
         if self.with_trainer:
@@ -195,22 +218,9 @@ class Loop(RuleBasedStateMachine):
             self.outstanding
         )
         self.outstanding = {}
-        self.published = self.loaded = self.trained
-
-    @precondition(lambda self: self.left)
-    @rule(data=st.data())
-    def release_again(self, data: st.DataObject) -> None:
-        group = data.draw(st.sampled_from(self.left))
-        state, number = group.state, len(self.groups)
-        for move in (self.groups.start, self.groups.finish):
-            with pytest.raises(GroupsError):
-                move(group)
-        for leave in (self.groups.fail, self.groups.filter):
-            with pytest.raises(GroupsError):
-                leave(group, "again")
-        with pytest.raises(GroupsError):
-            self.groups.consume([group], self.groups.version)
-        assert (group.state, len(self.groups)) == (state, number)
+        self.published = self.trained
+        self.loaded = [self.trained] * 2
+        self.problems_at_resume = self.problems
 
     # What holds always
 
@@ -233,12 +243,12 @@ class Loop(RuleBasedStateMachine):
 
     @invariant()
     def nothing_deadlocks(self) -> None:
-        """Once every rollout has ended, the trainer is idle and the engine has loaded what was
+        """Once every rollout has ended, the trainer is idle and the engines have loaded what was
         published, either a batch is ready, or a group may be dispatched, or the run is done."""
         settled = not self.in_state("pending", "running") and not self.with_trainer
-        if settled and self.loaded == self.published and not self.groups.done:
-            may_dispatch = self.groups.remaining() and self.has_problem()
-            assert self.groups.ready() or (may_dispatch and self.groups.can_dispatch(self.loaded))
+        if settled and min(self.loaded) == self.published and not self.groups.done:
+            can_dispatch = self.may_dispatch() and self.groups.can_dispatch(self.published)
+            assert self.groups.ready() or can_dispatch
 
     @invariant()
     def a_waiting_trainer_knows_for_whom(self) -> None:
@@ -260,14 +270,10 @@ class Loop(RuleBasedStateMachine):
             if self.groups.done:
                 break
             while self.with_trainer:
-                self.train(skipped=False)
-            self.load()
-            while (
-                self.groups.remaining()
-                and self.has_problem()
-                and self.groups.can_dispatch(self.loaded)
-            ):
-                self.dispatch()
+                self.train_one(skip=False)
+            self.loaded = [self.published] * 2
+            while self.may_dispatch() and self.groups.can_dispatch(self.published):
+                self.dispatch_if_allowed(self.published)
             for group in self.in_state("pending"):
                 self.groups.start(group)
             for group in self.in_state("running"):
@@ -281,7 +287,7 @@ class Loop(RuleBasedStateMachine):
 
 TestLoop = Loop.TestCase
 TestLoop.settings = settings(
-    max_examples=120,
+    max_examples=80,
     stateful_step_count=60,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],

@@ -14,6 +14,7 @@ from torch import Tensor
 from estr.corrections import TokenColumns, Verdict, build_correction
 from estr.errors import DataError, NumericsError
 from estr.losses import PolicyLoss, estr_loss, policy_loss
+from estr.options.corrections import Edge
 
 INF, NAN = math.inf, math.nan
 
@@ -175,6 +176,33 @@ class KeepAll:
         return Verdict(columns.loss_mask)
 
 
+class Offset:
+    """A surrogate that is worth something, and bounded, also where nothing is kept."""
+
+    edge: Edge = "E"
+
+    def __call__(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
+        return ratio * advantages + 5.0, torch.ones_like(ratio, dtype=torch.bool)
+
+
+class KeepFirst:
+    needs: frozenset[str] = frozenset()
+
+    def __call__(self, columns: TokenColumns) -> Verdict:
+        keep = torch.zeros_like(columns.loss_mask)
+        keep[0] = True
+        return Verdict(keep, surrogate=Offset())
+
+
+def test_a_surrogate_of_ones_own_counts_only_where_kept() -> None:
+    columns = columns_of([0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [1.0, 1.0, 1.0], [1, 1, 0])
+    result = policy_loss(columns, KeepFirst(), denominators=2)
+    assert result.terms.tolist() == [6.0, 0.0, 0.0]
+    assert result.clipped.tolist() == [True, False, False]
+    assert result.loss.item() == -3.0
+    assert gradient_of(result, columns).tolist() == [-0.5, 0.0, 0.0]
+
+
 def test_without_a_surrogate_a_mask_gets_edge_e_and_a_weight_edge_u() -> None:
     columns = columns_of([-1.0], [-2.0], [1.0])
     masked = policy_loss(columns, KeepAll(), denominators=1)
@@ -281,6 +309,22 @@ def test_a_masked_slot_may_hold_anything_check_12(entry: dict[str, Any], garbage
 
 
 @pytest.mark.parametrize("entry", VARIANTS)
+@pytest.mark.parametrize("garbage", [NAN, INF, -INF])
+def test_no_nan_arises_even_between_the_operations(entry: dict[str, Any], garbage: float) -> None:
+    """Selection comes before arithmetic: torch's anomaly mode finds no NaN on the way back."""
+    columns = columns_of(
+        [-1.0, garbage, -INF],
+        [-1.1, garbage, -INF],
+        [1.0, garbage, 1.0],
+        [1, 0, 1],
+        behavior_entropies=[1.0, garbage, 1.0],
+    )
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        gradient = gradient_of(loss_of(columns, 2, **entry), columns)
+    assert gradient[1:].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("entry", VARIANTS)
 @pytest.mark.parametrize("advantage", [1.0, -1.0])
 def test_a_rejected_token_cannot_overflow(entry: dict[str, Any], advantage: float) -> None:
     columns = columns_of(
@@ -318,6 +362,13 @@ def test_the_exponent_is_bounded_and_the_hits_are_counted() -> None:
     assert result.terms.tolist() == pytest.approx(expected, rel=1e-6)
     expected_gradient = [1.7848230e8, 0.0, 0.0, 0.0]
     assert gradient_of(result, columns).tolist() == pytest.approx(expected_gradient, rel=1e-6)
+
+
+def test_a_rejected_token_is_no_clamp_hit() -> None:
+    columns = columns_of([0.0, 0.0], [-25.0, -25.0], [1.0, 1.0], behavior_entropies=[1.0, 1e4])
+    result = loss_of(columns, 1, "estr", tau=1.0)
+    assert result.kept.tolist() == [False, True]
+    assert int(result.num_clamped) == 1
 
 
 @pytest.mark.parametrize("entry", VARIANTS)

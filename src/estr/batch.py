@@ -204,7 +204,7 @@ def _split(
     (and a micro-batch too large for the device fails at once)."""
     length = {row: len(_segment(trajectories, row)) for row in rows}
     parts: list[list[Row]] = []
-    for row in sorted(rows, key=lambda row: (-length[row], row)):
+    for row in sorted(rows, key=lambda row: -length[row]):
         if parts and (len(parts[-1]) + 1) * length[parts[-1][0]] <= token_budget:
             parts[-1].append(row)
         else:

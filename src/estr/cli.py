@@ -27,7 +27,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 BENCHMARKS = {
     "engine": "estr.bench.engine",
     "trainer": "estr.bench.trainer",
-    "async": "estr.bench.async_",
+    "async": "estr.bench.async_loop",
     "recording": "estr.bench.recording",
 }
 """What `estr bench` knows: name -> the module with run(quick) -> dict."""

@@ -61,7 +61,7 @@ def token_diagnostics(
     """
     mask = columns.loss_mask
     metrics = Metrics()
-    delta = _gather(columns.policy_logprobs - columns.behavior_logprobs, mask)
+    delta = _gather(columns.policy_logprobs.detach() - columns.behavior_logprobs, mask)
     kept = _gather(loss.kept, mask) > 0
     advantages = _gather(columns.advantages, mask)
     num_tokens = len(delta)

@@ -337,9 +337,9 @@ def reporter_for(stream: IO[str], *, live: bool | None = None) -> LiveReporter |
 def rollout_head(trajectory: Trajectory) -> str:
     """One line on a rollout: its name, what came of it, and the versions that wrote it."""
     reward = "unscored" if trajectory.reward is None else f"reward {trajectory.reward:g}"
-    versions = ", ".join(f"{n} of version {v}" for v, n in trajectory.version_runs) or "no tokens"
+    versions = ", ".join(f"{n} of version {v}" for v, n in trajectory.version_runs) or "none"
     status = "" if trajectory.status == "ok" else f"{trajectory.status}, "
-    return f"problem {trajectory.problem}: {status}{reward}; {versions}"
+    return f"problem {trajectory.problem}: {status}{reward}; tokens: {versions}"
 
 
 def rollout_lines(trajectory: Trajectory, decode: Decode) -> Text:

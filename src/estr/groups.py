@@ -373,14 +373,9 @@ class Groups:
         return min(full, self.num_finished) if partial or ended else full
 
     def _overfull_after(self, size: int) -> int | None:
-        """The first deadline at which F fails once the `size` most urgent finished groups (all,
-        where there are fewer) are taken and their steps are made."""
-        taken: Counter[int] = Counter()
-        left = size
-        for deadline in sorted(self._finished):
-            taken[deadline] = min(self._finished[deadline], left)
-            left -= taken[deadline]
-        return self._overfull(self.version + self._num_steps(size), taken)
+        """The first deadline at which F fails once the steps on the `size` most urgent finished
+        groups are made. Only unfinished groups can make it fail (docs/the-loop.md, lemma 3)."""
+        return self._overfull(self.version + self._num_steps(size), taken=self._finished)
 
     def _overfull(self, version: int, taken: Mapping[int, int]) -> int | None:
         """The first deadline at which F(version) fails once `taken` groups (by deadline) are gone.

@@ -236,8 +236,8 @@ class _HeadStatistics(torch.autograd.Function):
         head = _Head(hidden, weight, bias, ctx.settings)
         wanted = ctx.needs_input_grad
         grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        grad_weight = _zeros_float32(weight) if wanted[1] else None
-        grad_bias = _zeros_float32(bias) if wanted[2] else None
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
         for rows in _chunks(len(hidden), ctx.settings.chunk):
             grad_logits = _grad_logits(
                 head.log_probs(rows) if kept is None else kept,
@@ -246,13 +246,13 @@ class _HeadStatistics(torch.autograd.Function):
                 None if grad_entropies is None else grad_entropies[rows],
                 entropies[rows],
             ).div_(ctx.settings.temperature)
-            if grad_bias is not None:
-                grad_bias += grad_logits.sum(dim=0)
+            if wanted[2]:
+                grad_bias = _add(grad_bias, grad_logits.sum(dim=0))
             product = grad_logits.to(ctx.settings.product_dtype)
             if grad_hidden is not None:
                 grad_hidden[rows] = product @ head.weight
-            if grad_weight is not None:
-                grad_weight += product.T @ head.hidden[rows]
+            if wanted[1]:
+                grad_weight = _add(grad_weight, product.T @ head.hidden[rows])
         return grad_hidden, grad_weight, grad_bias, None, None
 
 
@@ -295,8 +295,9 @@ def _chunks(num_rows: int, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, max(num_rows, 1), chunk)]
 
 
-def _zeros_float32(like: Tensor) -> Tensor:
-    return torch.zeros_like(like, dtype=_at_least_float32(like.dtype))
+def _add(total: Tensor | None, part: Tensor) -> Tensor:
+    """The running sum, at least float32; a lone part is not copied."""
+    return part.to(_at_least_float32(part.dtype)) if total is None else total.add_(part)
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

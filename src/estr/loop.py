@@ -74,6 +74,7 @@ class Loop:
         checkpoints: Checkpoints | None = None,
         model_best: Path | None = None,
         watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
+        gauges: Callable[[], dict[str, float]] = dict,
     ) -> None:
         self.recipe = recipe
         self.setting = setting
@@ -86,6 +87,7 @@ class Loop:
         self.checkpoints = checkpoints
         self.model_best = model_best
         self.watchers = watchers
+        self.gauges = gauges
         self.groups = Groups(
             groups_per_step=recipe.groups_per_step,
             max_staleness=recipe.max_staleness,
@@ -96,7 +98,8 @@ class Loop:
         self.step = 0
         self.version = 0
         self.totals = Metrics()
-        self.accuracies: list[tuple[int, float]] = []
+        self.accuracies: list[tuple[int, float, float]] = []
+        """(version, held-out accuracy, lower end of its interval) of every evaluation."""
         self.wall_s = 0.0
         self._cursor = 0
         self._failed_in_a_row = 0
@@ -259,7 +262,7 @@ class Loop:
         self.step = result.step
         self._account_time()
         self.totals.merge(result.metrics)
-        row = result.metrics.to_row()
+        row = {**result.metrics.to_row(), **self.gauges()}
         self.writer.write(step=result.step, version=result.version, wall_s=self.wall_s, values=row)
         self.reporter.stepped(result.step, result.version, self.wall_s, row)
         shown = groups[0].trajectories[0]
@@ -297,14 +300,15 @@ class Loop:
         if self.evaluator is None:
             return None
         result = await self.evaluator.evaluate(version, num_problems)
-        accuracy = float(result.avg_at_k)
-        best = max((a for _, a in self.accuracies), default=-1.0)
-        self.accuracies.append((version, accuracy))
+        accuracy, surely = float(result.avg_at_k), float(result.avg_interval[0])
+        # Evaluations differ in size, so the best one is that of the highest lower end.
+        best = max((lower for _, _, lower in self.accuracies), default=-1.0)
+        self.accuracies.append((version, accuracy, surely))
         self._account_time()
         row = {"eval/accuracy": accuracy, "eval/problems": float(result.num_problems)}
         self.writer.write(step=self.step, version=version, wall_s=self.wall_s, values=row)
         self.reporter.evaluated(version, accuracy, result.num_problems)
-        if accuracy > best and self.model_best is not None:
+        if surely > best and self.model_best is not None:
             await self.evaluator.export(self.model_best)
         return accuracy
 
@@ -342,7 +346,7 @@ class Loop:
         self._cursor = state["cursor"]
         self.groups.restore(state["groups"])
         self.totals = Metrics.from_state(state["totals"])
-        self.accuracies = [(int(v), float(a)) for v, a in state["accuracies"]]
+        self.accuracies = [(int(v), float(a), float(low)) for v, a, low in state["accuracies"]]
         self.wall_s = state["wall_s"]
 
     def _account_time(self) -> None:

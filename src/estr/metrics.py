@@ -147,8 +147,7 @@ class Quantiles:
         values = np.array(sorted(self.counts), dtype=np.float64)
         counts = np.array([self.counts[value] for value in values.tolist()])
         reached = np.cumsum(counts)
-        # The shares are compared as numbers of values, with a hair's room for 0.9 * 10 > 9.
-        at = [int(np.searchsorted(reached, q * reached[-1] * (1 - 1e-12))) for q in QUANTILES]
+        at = [int(np.searchsorted(reached, q * reached[-1])) for q in QUANTILES]
         mean = float(values @ counts / reached[-1])
         return dict(
             zip(keys, [mean, *(float(values[i]) for i in at), float(values[-1])], strict=True)

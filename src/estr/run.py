@@ -30,6 +30,7 @@ from .run_folder import RunFolder, Summary, weights_folder
 from .trainer_process import TrainerProcess
 from .types import SamplingSettings
 from .weights import FileWeightStore
+from .worker import busy_share
 
 if TYPE_CHECKING:
     from .environment import Task
@@ -91,6 +92,10 @@ class _Processes:
             self.evaluator.worker.alive,
         ]
 
+    def gauges(self) -> dict[str, float]:
+        """Shares of wall time that the processes spent at work, of late."""
+        return {"engine_busy": self.engine.busy, "trainer_busy": self.trainer.busy}
+
     async def close(self) -> None:
         await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
 
@@ -128,6 +133,7 @@ async def _train(recipe: Recipe, reporter: Reporter, runs: Path, resume: Path | 
                     checkpoints=Checkpoints(folder.checkpoints, recipe.checkpoint.keep),
                     model_best=folder.model_best,
                     watchers=processes.watchers(recipe),
+                    gauges=processes.gauges,
                 )
                 if saved is not None and state is not None:
                     await processes.trainer.restore(saved)
@@ -154,16 +160,14 @@ async def _run(
     if not loop.accuracies:
         await loop.evaluate(version, recipe.eval.final_problems)
     busy = [await processes.engine.statistics(), await processes.trainer.statistics()]
-    before_s = loop.wall_s
     try:
         await loop.run()
     except EstrError as error:
         hint = f"; go on with: estr train --resume {folder.path}"
         kept = hint if loop.checkpoints and loop.checkpoints.complete() else ""
         raise type(error)(f"{error}{kept}") from error
-    trained_s = loop.wall_s - before_s
     after = [await processes.engine.statistics(), await processes.trainer.statistics()]
-    shares = [(b["busy_s"] - a["busy_s"]) / trained_s for a, b in zip(busy, after, strict=True)]
+    shares = [busy_share(a, b) for a, b in zip(busy, after, strict=True)]
     version = await processes.trainer.publish()
     await processes.trainer.export(folder.model_last)
     await loop.evaluate(version, recipe.eval.final_problems)
@@ -191,7 +195,7 @@ def resolve(recipe: Recipe) -> tuple[Path, Task, Codec, SamplingSettings]:
 
 def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float]) -> Summary:
     row = loop.totals.to_row()
-    accuracies = [accuracy for _, accuracy in loop.accuracies]
+    accuracies = [accuracy for _, accuracy, _ in loop.accuracies]
     tokens = int(row.get("eligible_tokens") or 0)
     return Summary(
         name=folder.path.name,

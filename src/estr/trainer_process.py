@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 from .buffer import TrainingGroup
 from .config import Recipe
 from .weights import WeightStore
-from .worker import Worker
+from .worker import Worker, busy_share
 
 if TYPE_CHECKING:
     from .trainer import StepResult
@@ -54,7 +54,10 @@ class TrainerProcess:
 
     def __init__(self, worker: Worker, timeout_s: float) -> None:
         self.worker = worker
+        self.busy = 0.0
+        """Share of wall time at work, from the last batch's end to this one's."""
         self._timeout_s = timeout_s
+        self._seen = {"busy_s": 0.0, "wall_s": 0.0}
 
     @classmethod
     async def start(
@@ -73,6 +76,8 @@ class TrainerProcess:
     async def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
         results: list[StepResult]
         results = await self.worker.call("train", minibatches, timeout_s=self._timeout_s)
+        before, self._seen = self._seen, await self.statistics()
+        self.busy = busy_share(before, self._seen)
         return results
 
     async def publish(self) -> int:

@@ -116,7 +116,7 @@ def demonstrate(
 
 
 def _spoilt(call: str, numbers: list[str], rng: random.Random) -> str:
-    kind = rng.randrange(4)
+    kind = rng.randrange(3)
     if kind == 0:
         return call.replace("+", "")
     if kind == 1:
@@ -149,7 +149,7 @@ def train(model: Any, tokenizer: Any, setting: WarmStart) -> list[float]:
         logits = model(input_ids=ids, use_cache=False).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward([loss])
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         schedule.step()

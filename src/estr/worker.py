@@ -215,6 +215,12 @@ class Worker:
                 future.set_exception(WorkerDied(reason))
 
 
+def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float:
+    """Share of the wall time between two `statistics` of a host that it spent at work."""
+    wall_s = after["wall_s"] - before["wall_s"]
+    return (after["busy_s"] - before["busy_s"]) / wall_s if wall_s > 0 else 0.0
+
+
 class _Channel:
     """The worker's end: blocking frames over the inherited socket."""
 

@@ -1,4 +1,4 @@
-"""The local engine against transformers `generate`, and what recording costs.
+"""The local engine against transformers `generate`.
 
 Both sides run the same float32 model on one thread with the same maximum batch, sample at
 temperature 1 and share no prefixes; a request's output length is imposed. `generate` gets its best
@@ -11,11 +11,8 @@ longest request. Only requested tokens count as useful.
 
 from __future__ import annotations
 
-import logging
-import platform
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,16 +20,12 @@ import numpy as np
 import torch
 
 from ..engine import Request
-from ..engines import sampler
 from ..engines.local import LocalEngine
-from ..errors import DataError
-from ..models import SMOLLM2, load_model, resolve_model
 from ..types import Int32Array, RolloutId, SamplingSettings
+from . import bench_model, machine
 
 _TAIL_INDEX = 0.63
 _PROMPT_TOKENS = 32
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +62,7 @@ def make_loads(vocab_size: int, quick: bool) -> dict[str, Load]:
 
 def run(quick: bool = False) -> dict[str, Any]:
     """Measure. `ratio` is useful tokens per second of the engine over those of `generate` with
-    heavy-tailed lengths, `ratio_equal` the same with equal ones; `recording_share` is the part of
-    the engine's CPU time that goes into entropy, gini and the columns kept of each token.
+    heavy-tailed lengths, `ratio_equal` the same with equal ones.
 
     Rates are of wall time; `cpu_ratio` and `cpu_ratio_equal` compare CPU times, for a machine that
     does something else as well.
@@ -78,29 +70,25 @@ def run(quick: bool = False) -> dict[str, Any]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        model, name = _model()
+        model, name = bench_model()
         loads = make_loads(int(model.config.vocab_size), quick)
         sides: dict[str, dict[str, float]] = {}
-        recorded = [0.0]
         engine = LocalEngine(model, max_batch=loads["heavy"].max_batch, prefix_bytes=0)
         for kind, load in loads.items():
-            with _timed_recording(recorded):
-                sides[f"engine_{kind}"] = _timed(_run_engine, engine, load)
+            sides[f"engine_{kind}"] = _timed(serve, engine, load)
             sides[f"generate_{kind}"] = _timed(_run_generate, model, load)
     finally:
         torch.set_num_threads(threads)
-    engine_cpu_s = sides["engine_heavy"]["cpu_s"] + sides["engine_equal"]["cpu_s"]
     return {
         "name": "engine",
         "ratio": _ratio(sides, "tokens_per_s", "heavy"),
         "ratio_equal": _ratio(sides, "tokens_per_s", "equal"),
         "cpu_ratio": 1 / _ratio(sides, "cpu_s", "heavy"),
         "cpu_ratio_equal": 1 / _ratio(sides, "cpu_s", "equal"),
-        "recording_share": recorded[0] / engine_cpu_s,
         "sides": sides,
         "model": name,
         "quick": quick,
-        "machine": _machine(),
+        "machine": machine(),
     }
 
 
@@ -115,7 +103,8 @@ def _timed(work: Callable[[Any, Load], None], subject: Any, load: Load) -> dict[
     return {"tokens_per_s": load.num_useful_tokens / wall_s, "wall_s": wall_s, "cpu_s": cpu_s}
 
 
-def _run_engine(engine: LocalEngine, load: Load) -> None:
+def serve(engine: LocalEngine, load: Load) -> None:
+    """Draw every requested token of the load."""
     before = engine.statistics()["tokens"]
     for i, (prompt, length) in enumerate(zip(load.prompts, load.lengths, strict=True)):
         engine.submit(
@@ -139,60 +128,3 @@ def _run_generate(model: Any, load: Load) -> None:
             prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=longest
         )
         assert whole.shape[1] == _PROMPT_TOKENS + longest
-
-
-@contextmanager
-def _timed_recording(total_s: list[float]) -> Iterator[None]:
-    """Add the CPU time spent on entropy, gini and the kept columns to total_s[0]."""
-
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            result = function(*args, **kwargs)
-            total_s[0] += time.process_time() - start
-            return result
-
-        return wrapper
-
-    places: list[tuple[Any, str]] = [(sampler, "entropy_and_gini"), (LocalEngine, "_record")]
-    originals = [getattr(owner, name) for owner, name in places]
-    for (owner, name), original in zip(places, originals, strict=True):
-        setattr(owner, name, timed(original))
-    try:
-        yield
-    finally:
-        for (owner, name), original in zip(places, originals, strict=True):
-            setattr(owner, name, original)
-
-
-def _model() -> tuple[Any, str]:
-    """SmolLM2-135M-Instruct, or random weights of its shape where it cannot be had."""
-    try:
-        return load_model(resolve_model(SMOLLM2)), SMOLLM2
-    except DataError as error:
-        _log.info("random weights instead: %s", error)
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        hidden_size=576,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        intermediate_size=1536,
-        vocab_size=49152,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    return LlamaForCausalLM(config).eval(), "random weights of the shape of SmolLM2-135M"
-
-
-def _machine() -> str:
-    cpu = platform.processor() or platform.machine()
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as info:
-            names = [line.split(":", 1)[1].strip() for line in info if "model name" in line]
-        cpu = names[0] if names else cpu
-    except OSError:
-        pass
-    return f"{cpu}, one thread, torch {torch.__version__}, {platform.system()}"

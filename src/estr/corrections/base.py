@@ -198,8 +198,7 @@ def region_verdict(
     keep = inside & columns.loss_mask
     if edge == "E":
         return Verdict(keep, surrogate=ClippedSurrogate("E", *clip))
-    weight = bounded_ratio(torch.where(keep, columns.log_ratio("B"), 0.0))
-    return Verdict(keep, weight, ClippedSurrogate("U", *clip))
+    return Verdict(keep, bounded_ratio(columns.log_ratio("B")), ClippedSurrogate("U", *clip))
 
 
 class Correction(Protocol):

@@ -63,7 +63,7 @@ class _Row:
     def context(self) -> Int32Array:
         """Every token but the last."""
         drawn = np.asarray(self.token_ids, dtype=np.int32)
-        return np.concatenate([self.request.token_ids, drawn])[:-1]
+        return np.concatenate([self.request.token_ids, drawn])[:-1].astype(np.int32, copy=False)
 
     def finish_reason(self) -> FinishReason | None:
         if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
@@ -97,6 +97,9 @@ class LocalEngine:
     for the keys and values of recent prompts (0: only requests admitted together share a prompt).
     vocab_size: number of real token ids where the output layer is padded.
 
+    The cache takes (requests running at once) x (tokens of the longest), each rounded up to a power
+    of two and kept until `close`: bound both through max_batch and the requests' own lengths.
+
     Log-prob, entropy and gini are float32 and of the very distribution sampled from. Temperature 0
     (evaluation) draws the argmax and records the temperature-1 distribution's.
     """
@@ -118,6 +121,7 @@ class LocalEngine:
         self._gini = gini
         self._in_flight = in_flight
         self._prefixes = PrefixStore(prefix_bytes)
+        self._served: set[RolloutId] = set()
         self._waiting: dict[RolloutId, _Row] = {}
         self._rows: list[_Row] = []
         self._pending: _Load | None = None
@@ -134,7 +138,7 @@ class LocalEngine:
 
     @property
     def num_running(self) -> int:
-        """Requests that drew a token in the last step or were admitted before it."""
+        """Requests admitted and not yet finished."""
         return len(self._rows)
 
     @property
@@ -154,7 +158,7 @@ class LocalEngine:
         """
         if self._closed:
             raise EngineError(f"{request.id}: the engine is closed")
-        if request.id in self._waiting or any(row.request.id == request.id for row in self._rows):
+        if request.id in self._served:
             raise EngineError(f"{request.id} is already being served")
         self._refuse_unservable(request)
         try:
@@ -164,6 +168,7 @@ class LocalEngine:
         limit = self._runner.max_positions
         room = request.max_new_tokens if limit is None else limit - len(request.token_ids)
         budget = min(request.max_new_tokens, room)
+        self._served.add(request.id)
         self._waiting[request.id] = _Row(request, stream, budget, next(self._arrivals))
 
     def _refuse_unservable(self, request: Request) -> None:
@@ -191,11 +196,10 @@ class LocalEngine:
 
     def cancel(self, rollout_id: RolloutId) -> None:
         """Drop a request, waiting or running, with what it has drawn; unknown ids are ignored."""
-        self._waiting.pop(rollout_id, None)
-        for i, row in enumerate(self._rows):
-            if row.request.id == rollout_id:
-                self._remove(i)
-                return
+        if self._waiting.pop(rollout_id, None) is not None:
+            self._served.discard(rollout_id)
+        elif rollout_id in self._served:
+            self._remove([row.request.id for row in self._rows].index(rollout_id))
 
     def begin_load(self, version: int, state: State, kv: KVPolicy) -> None:
         """Switch to these weights between two tokens: at once, or (in_flight False) as soon as
@@ -345,6 +349,7 @@ class LocalEngine:
 
     def _remove(self, index: int) -> None:
         """Take a row out and move the last one into its place."""
+        self._served.discard(self._rows[index].request.id)
         last = self._rows.pop()
         if index < len(self._rows):
             self._rows[index] = last
@@ -353,6 +358,7 @@ class LocalEngine:
                 self._runner.cache.copy([len(self._rows)], [index], last.num_filled)
 
     def _drop_all(self) -> None:
+        self._served.clear()
         self._waiting.clear()
         self._rows.clear()
         self._runner.cache.clear()

@@ -16,7 +16,7 @@ from ..errors import EngineError, EngineTimeout, WorkerError
 from ..options.run import EngineOptions
 from ..types import RolloutId, Segment
 from ..weights import WeightStore
-from ..worker import Worker, portable
+from ..worker import Worker, busy_share, portable
 
 if TYPE_CHECKING:
     from .local import LocalEngine
@@ -32,7 +32,10 @@ class EngineProcess:
 
     def __init__(self, worker: Worker, version: int) -> None:
         self.worker = worker
+        self.busy = 0.0
+        """Share of wall time at work, over the last second of `watch`."""
         self._version = version
+        self._seen = {"busy_s": 0.0, "wall_s": 0.0}
 
     @classmethod
     async def start(
@@ -85,7 +88,9 @@ class EngineProcess:
         """Runs until the process has died (WorkerDied) or has not answered for timeout_s
         (WorkerError): a hung engine is noticed even while nobody waits for one request only."""
         while True:
-            await self.worker.call("statistics", timeout_s=timeout_s)
+            before = self._seen
+            self._seen = await self.worker.call("statistics", timeout_s=timeout_s)
+            self.busy = busy_share(before, self._seen)
             await self.worker.alive(for_s=_WATCH_S)
 
     async def close(self) -> None:

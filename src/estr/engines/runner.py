@@ -96,6 +96,7 @@ class ModelRunner:
                 f"the weights do not fit the engine's {type(self._model).__name__}: "
                 f"{len(missing)} missing {missing[:3]}, {len(unknown)} unknown {unknown[:3]}"
             )
+        first_of: dict[int, Tensor] = {}
         for name, tensor in state.items():
             if tensor.shape != own[name].shape:
                 raise WeightsError(
@@ -108,6 +109,9 @@ class ModelRunner:
                 )
             if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
                 raise WeightsError(f"weight {name} holds NaN or infinity")
+            first = first_of.setdefault(own[name].data_ptr(), tensor)
+            if first is not tensor and not torch.equal(first, tensor):
+                raise WeightsError(f"weight {name} is tied in the engine's model, but not here")
 
     @torch.no_grad()
     def load(self, state: State) -> None:

@@ -51,7 +51,9 @@ def check_split(split: str) -> None:
 def stable_hash(*key: str | int) -> int:
     """256 uniform bits that depend on `key` alone: the same on every machine, in every process and
     under every version of anything. Tasks draw their problems and splits from it."""
-    return int.from_bytes(hashlib.sha256(repr(key).encode()).digest(), "big")
+    # int(): a numpy integer writes itself otherwise.
+    plain = tuple(part if isinstance(part, str) else int(part) for part in key)
+    return int.from_bytes(hashlib.sha256(repr(plain).encode()).digest(), "big")
 
 
 def _task_class(name: str) -> Any:

@@ -1,7 +1,7 @@
 """A single-turn task on plain text: two-digit plus one-digit sums after a few worked examples.
 
-    prompt    12+7=19
-              45+3=48
+    prompt    27+2=29
+              42+2=44
               ...
               68+5=
     model     73              a line break ends the turn: outcome 1.0
@@ -24,14 +24,14 @@ from . import check_split, stable_hash
 Pair = tuple[int, int]
 
 _EXAMPLES: tuple[Pair, ...] = (
-    (12, 7),
-    (45, 3),
-    (31, 9),
-    (74, 8),
-    (60, 5),
-    (27, 6),
-    (88, 1),
-    (53, 4),
+    (27, 2),
+    (42, 2),
+    (73, 8),
+    (70, 7),
+    (36, 2),
+    (72, 1),
+    (59, 7),
+    (87, 1),
 )
 _PAIRS: tuple[Pair, ...] = tuple((a, b) for a in range(10, 100) for b in range(1, 10))
 
@@ -40,7 +40,7 @@ _PAIRS: tuple[Pair, ...] = tuple((a, b) for a in range(10, 100) for b in range(1
 class ArithmeticOptions:
     """What a prompt shows, and how the 810 sums are dealt out."""
 
-    num_examples: int = 8
+    num_examples: int = 6
     """Worked examples before the question; they are neither trained nor tested on."""
     num_test: int = 200
     """Sums held out for testing: always the same ones, whatever the seed."""
