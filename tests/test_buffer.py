@@ -28,8 +28,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._now
 
     def _run_once(self) -> None:
-        if not self._ready and self._scheduled:
-            self._now = max(self._now, self._scheduled[0].when())
+        timers = [timer.when() for timer in self._scheduled if not timer.cancelled()]
+        if timers and not self._ready:
+            self._now = max(self._now, min(timers))
         super()._run_once()
 
 
@@ -268,7 +269,7 @@ def test_a_token_too_old_for_its_step_names_trajectory_and_numbers() -> None:
     group = start(groups, 6)
     add(buffer, group)
     groups.max_staleness = 3
-    with pytest.raises(StalenessError, match="group 0 member 0 .* 4 versions apart") as caught:
+    with pytest.raises(StalenessError, match=r"group 0 member 0 .* 4 versions apart") as caught:
         buffer.take(10)
     assert "trained at version 10, its oldest token is of 6" in str(caught.value)
     assert group.state == "finished"

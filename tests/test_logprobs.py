@@ -166,6 +166,11 @@ def test_gini_and_entropy_agree_with_float64(values: list[float], lead: float) -
     assert float(entropy) == pytest.approx(entropy64, rel=1e-5, abs=1e-6)
 
 
+def test_an_entropy_that_rounds_below_zero_is_zero() -> None:
+    entropy, _ = entropy_and_gini(torch.tensor([[1e-7, -30.0]]))
+    assert entropy.tolist() == [0.0]
+
+
 def test_gini_is_left_out_when_not_asked_for() -> None:
     logits = torch.randn(4, 6, generator=torch.Generator().manual_seed(2))
     assert token_statistics(logits, ids(0, 1, 2, 3), gini=False).gini is None
@@ -315,18 +320,49 @@ def test_a_frozen_head_gets_no_gradient() -> None:
     torch.testing.assert_close(hidden.grad, expected, atol=1e-6, rtol=1e-6)
 
 
-class LargestTensor(TorchDispatchMode):
-    """Notes the largest tensor that any operation gives back."""
+def test_a_column_of_probability_zero_in_the_head_check_48() -> None:
+    hidden = torch.randn(3, 2, requires_grad=True)
+    weight = torch.randn(4, 2, requires_grad=True)
+    bias = torch.tensor([0.0, 0.5, -INF, 0.1])
+    gradients = []
+    for found in (
+        statistics_from_hidden(
+            hidden, weight, ids(0, 1, 3), head_bias=bias, chunk=2, entropy_grad=True
+        ),
+        token_statistics(F.linear(hidden, weight, bias), ids(0, 1, 3), entropy_grad=True),
+    ):
+        outputs = (found.logprobs + found.entropies).sum()
+        gradients.append(torch.autograd.grad(outputs, (hidden, weight)))
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+class Operations(TorchDispatchMode):
+    """Notes the largest tensor that any operation gives back, and the dtype of each product."""
 
     def __init__(self) -> None:
         super().__init__()
         self.numel = 0
+        self.product_dtypes: list[torch.dtype] = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         result = func(*args, **(kwargs or {}))
-        sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self.numel = max([self.numel, *sizes])
+        tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        self.numel = max([self.numel, *(t.numel() for t in tensors)])
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.product_dtypes += [t.dtype for t in tensors]
         return result
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_autocast_governs_the_products_of_both_passes(autocast: bool) -> None:
+    hidden = torch.randn(4, 3, requires_grad=True)
+    weight = torch.randn(6, 3, requires_grad=True)
+    with Operations() as operations:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            found = statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), chunk=2)
+        found.logprobs.sum().backward()
+    assert set(operations.product_dtypes) == {torch.bfloat16 if autocast else torch.float32}
 
 
 def test_the_logits_are_never_held_whole() -> None:
@@ -334,10 +370,22 @@ def test_the_logits_are_never_held_whole() -> None:
     hidden = torch.randn(num_tokens, width, requires_grad=True)
     weight = torch.randn(vocab_size, width, requires_grad=True)
     tokens = torch.randint(0, vocab_size, (num_tokens,))
-    with LargestTensor() as largest:
+    with Operations() as operations:
         found = statistics_from_hidden(hidden, weight, tokens, chunk=chunk, entropy_grad=True)
         (found.logprobs + found.entropies).sum().backward()
-    assert largest.numel == chunk * vocab_size
+    assert operations.numel == chunk * vocab_size
+
+
+@pytest.mark.parametrize(("chunk", "num_products"), [(4, 3), (8, 3), (2, 2 * 4)])
+def test_logits_are_computed_again_only_if_there_are_several_chunks(
+    chunk: int, num_products: int
+) -> None:
+    hidden = torch.randn(4, 3, requires_grad=True)
+    weight = torch.randn(6, 3, requires_grad=True)
+    with Operations() as operations:
+        found = statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), chunk=chunk)
+        found.logprobs.sum().backward()
+    assert len(operations.product_dtypes) == num_products
 
 
 def test_no_tokens_at_all() -> None:

@@ -52,7 +52,7 @@ class Recipe:
     """One correction or several: masks and weights multiply, at most one brings a surrogate."""
     seed: int = 0
     """Of every random number of the run; it also names its rollouts."""
-    steps: int = 120
+    steps: int = 200
     """Optimizer steps."""
     epochs: int = 1000
     """How often a finite training split is gone through, at most."""

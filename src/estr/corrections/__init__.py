@@ -85,9 +85,8 @@ def build_correction(entries: Sequence[Mapping[str, Any]]) -> Correction:
     """
     if not entries:
         raise ConfigError('no correction is given; name "none" for no correction')
-    places = (
-        [f"correction[{i}]" for i in range(len(entries))] if len(entries) > 1 else ["correction"]
-    )
+    lone = len(entries) == 1
+    places = ["correction" if lone else f"correction[{i}]" for i in range(len(entries))]
     parts = [_build(entry, place) for entry, place in zip(entries, places, strict=True)]
     brought = [
         entry["name"]
@@ -99,7 +98,7 @@ def build_correction(entries: Sequence[Mapping[str, Any]]) -> Correction:
             f"correction: {' and '.join(brought)} each bring a surrogate, but a loss has only one; "
             "keep one of them, and beside it corrections that only mask or weigh"
         )
-    return parts[0] if len(parts) == 1 else Composition(parts)
+    return parts[0] if lone else Composition(parts)
 
 
 def _build(entry: Mapping[str, Any], place: str) -> Correction:

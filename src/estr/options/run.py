@@ -65,7 +65,7 @@ class EngineOptions:
 class TrainerOptions:
     """The process that learns."""
 
-    lr: float = 1e-3
+    lr: float = 5e-4
     """Learning rate of AdamW after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.99)
     """Decay rates of AdamW's two moments."""
@@ -73,15 +73,15 @@ class TrainerOptions:
     """Added to the denominator of AdamW's update."""
     weight_decay: float = 0.0
     """Decoupled weight decay of AdamW."""
-    warmup_steps: int = 0
+    warmup_steps: int = 10
     """Optimizer steps over which the learning rate rises linearly from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    schedule: Literal["constant", "linear", "cosine"] = "linear"
     """What follows the warm-up; linear and cosine end at 0 on the last step."""
     grad_clip: float = 1.0
     """Bound on the global gradient norm; inf: none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast; the master weights and the optimizer stay float32."""
-    token_budget: int = 16384
+    token_budget: int = 4096
     """Padded tokens in one micro-batch, at most."""
     threads: int = 1
     """Threads of the trainer process."""
@@ -141,7 +141,7 @@ class RolloutOptions:
 class EvalOptions:
     """Held-out evaluation during training and at its end."""
 
-    every: int = 20
+    every: int = 25
     """Optimizer steps between two evaluations; 0: only at the start and the end."""
     problems: int = 256
     """Problems of the "test" split in one evaluation."""
