@@ -1,0 +1,94 @@
+"""What only a CUDA device can show. Run with: pytest -m gpu"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from estr.config import load_recipe
+from estr.engine import Request
+from estr.engines.local import LocalEngine
+from estr.logprobs import token_statistics
+from estr.run import train
+from estr.trainer import Trainer
+from estr.types import RolloutId, SamplingSettings, Segment
+from estr.weights import MemoryWeightStore
+from tiny import VOCAB, draw_groups, tiny_model, tiny_recipe
+
+pytestmark = pytest.mark.gpu
+
+
+def run_all(engine: LocalEngine, switch_to: dict[str, torch.Tensor] | None = None) -> list[Segment]:
+    """Twelve requests of several lengths; new weights after the fifth step."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, VOCAB, int(rng.integers(2, 20)), np.int32) for _ in range(12)]
+    for i, prompt in enumerate(prompts):
+        engine.submit(Request(RolloutId(0, i, 0), prompt, SamplingSettings(), 24, len(prompt)))
+    segments: dict[RolloutId, Segment] = {}
+    step = 0
+    while engine.num_running or engine.num_waiting:
+        step += 1
+        if switch_to is not None and step == 5:
+            engine.begin_load(1, switch_to, "recompute")
+        segments.update(engine.step())
+    done = [segments[RolloutId(0, i, 0)] for i in range(12)]
+    return [Segment.join([Segment.context(p), s]) for p, s in zip(prompts, done, strict=True)]
+
+
+def test_every_token_is_rescored_by_its_own_version() -> None:
+    models = [tiny_model(seed).cuda() for seed in (0, 1)]
+    engine = LocalEngine(tiny_model(0).cuda(), max_batch=8)
+    seen = set()
+    for segment in run_all(engine, dict(models[1].named_parameters())):
+        ids = torch.from_numpy(segment.token_ids).long().cuda()
+        for version in (0, 1):
+            here = np.flatnonzero(segment.sampled & (segment.versions == version))
+            seen |= {version} if len(here) else set()
+            with torch.no_grad():
+                logits = models[version](ids[None]).logits[0, here - 1]
+            again = token_statistics(logits, ids[here])
+            for name in ("logprobs", "entropies", "gini"):
+                recorded = getattr(segment, f"behavior_{name}")[here]
+                np.testing.assert_allclose(getattr(again, name).cpu(), recorded, atol=1e-4)
+    assert seen == {0, 1}
+
+
+def test_gpu_and_cpu_draw_alike() -> None:
+    there = run_all(LocalEngine(tiny_model(0).cuda(), max_batch=8))
+    here = run_all(LocalEngine(tiny_model(0), max_batch=8))
+    same = sum(
+        a.token_ids.tolist() == b.token_ids.tolist() for a, b in zip(there, here, strict=True)
+    )
+    assert same >= 11, "only a draw within rounding of a border may differ"
+
+
+def test_a_training_step_agrees_with_the_cpu() -> None:
+    groups = draw_groups(tiny_model())
+    results = {}
+    for device in ("cpu", "cuda:0"):
+        recipe = tiny_recipe(trainer={"device": device, "adam_eps": 1.0})
+        trainer = Trainer(tiny_model().to(device), recipe, MemoryWeightStore())
+        (step,) = trainer.train([groups])
+        results[device] = (step.metrics.to_row(), trainer.master_state())
+    for name, value in results["cpu"][1].items():
+        torch.testing.assert_close(value, results["cuda:0"][1][name].cpu(), atol=1e-5, rtol=0)
+    assert results["cuda:0"][0]["rho_mask"] == 0.0
+
+
+def test_the_built_in_run_shares_one_gpu(tmp_path: Path) -> None:
+    recipe = load_recipe(
+        overrides=[
+            "engine.device=cuda:0",
+            "trainer.device=cuda:0",
+            "steps=40",
+            "eval.every=0",
+            "eval.final_problems=512",
+        ]
+    )
+    summary = train(recipe, runs=tmp_path)
+    assert summary.steps == 40
+    assert summary.intra_max > 0
+    assert summary.final_accuracy > summary.start_accuracy + 0.2
