@@ -1,0 +1,146 @@
+"""Whole runs of the built-in model with real processes, short ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+import estr
+from estr.checkpoint import Checkpoints
+from estr.config import load_recipe
+from estr.errors import CheckpointError, DataError
+from estr.metrics import read_metrics
+from estr.models import load_model, load_tokenizer, resolve_model, save_model
+from estr.run import train
+from estr.run_folder import RunFolder
+from tiny import tiny_model
+
+SMALL = [
+    "steps=8",
+    "groups_per_step=4",
+    "group_size=4",
+    "eval.every=4",
+    "eval.problems=16",
+    "eval.final_problems=32",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One asynchronous run, shared by the tests that only look."""
+    runs = tmp_path_factory.mktemp("runs")
+    summary = train(load_recipe(overrides=[*SMALL, "name=small"]), runs=runs)
+    assert summary.name == "small"
+    return runs / "small"
+
+
+def test_a_run_leaves_what_the_readme_says(finished: Path) -> None:
+    names = {p.name for p in finished.iterdir()}
+    assert {
+        "config.toml",
+        "summary.json",
+        "metrics.jsonl",
+        "tensorboard",
+        "checkpoints",
+        "model",
+        "log.txt",
+    } <= names
+    assert load_recipe(finished / "config.toml").steps == 8
+    for which in ("best", "last"):
+        folder = finished / "model" / which
+        load_model(folder)
+        assert load_tokenizer(folder).vocab_size == 24
+
+
+def test_the_summary_has_every_field_and_they_agree_with_the_metrics(finished: Path) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    records = read_metrics(finished / "metrics.jsonl").records
+    steps = [r for r in records if "loss" in r]
+    assert [r["step"] for r in steps] == list(range(1, 9))
+    assert summary["steps"] == 8
+    assert summary["trained_tokens"] == sum(r["eligible_tokens"] for r in steps)
+    assert summary["intra_max"] == max(r["intra_max"] for r in steps)
+    assert summary["inter_max"] == max(r["inter_max"] for r in steps)
+    assert max(r["staleness_max"] for r in steps) <= 4
+    assert summary["inter_max"] > 0, "an asynchronous run trains on older versions"
+    evaluations = [r["eval/accuracy"] for r in records if "eval/accuracy" in r]
+    assert summary["start_accuracy"] == evaluations[0]
+    assert summary["final_accuracy"] == evaluations[-1]
+    assert 0 < summary["trainer_busy"] <= 1
+    assert 0 < summary["engine_busy"] <= 1
+    assert sum(summary["statuses"].values()) >= 8 * 4 * 4
+    for field in ("wall_s", "tokens_per_s", "rho_mask", "dropped_groups", "seed", "intra_mean"):
+        assert field in summary
+
+
+def test_weights_move_and_memory_is_given_back(finished: Path) -> None:
+    start = load_model(resolve_model("builtin")).state_dict()
+    last = load_model(finished / "model" / "last").state_dict()
+    assert any(not start[name].equal(last[name]) for name in start)
+    memory = Path("/dev/shm")
+    left = list(memory.glob("estr-weights-*")) if memory.is_dir() else []
+    assert not [p for p in left if p.name.startswith(f"estr-weights-{_pid()}-")]
+
+
+def _pid() -> int:
+    import os
+
+    return os.getpid()
+
+
+def test_a_run_goes_on_from_its_checkpoint(finished: Path, tmp_path: Path) -> None:
+    recipe = load_recipe(finished / "config.toml", ["steps=10"])
+    _, state, _ = Checkpoints(finished / "checkpoints").newest()
+    assert state["step"] == 8
+    before = read_metrics(finished / "metrics.jsonl").records
+    summary = train(recipe, resume=finished)
+    after = read_metrics(finished / "metrics.jsonl").records
+    assert summary.steps == 10
+    assert after[: len(before)] == before
+    assert [r["step"] for r in after if "loss" in r] == list(range(1, 11))
+    assert summary.trained_tokens == sum(r["eligible_tokens"] for r in after if "loss" in r)
+
+
+def test_synchronous_runs_have_no_staleness(tmp_path: Path) -> None:
+    summary = train(
+        load_recipe(overrides=[*SMALL, "steps=3", "eval.every=0", "max_staleness=0"]),
+        runs=tmp_path,
+    )
+    assert (summary.intra_max, summary.inter_max) == (0, 0)
+    assert summary.rho_mask == 0.0, "on-policy tokens are never masked"
+
+
+@pytest.mark.parametrize("correction", ["none", "icepop", "kpop"])
+def test_every_method_trains_without_in_flight_updates(correction: str, tmp_path: Path) -> None:
+    overrides = ["steps=3", "eval.every=0", "eval.final_problems=8", "in_flight=false"]
+    recipe = load_recipe(overrides=[*SMALL, *overrides, f"correction={correction}"])
+    summary = train(recipe, runs=tmp_path)
+    assert summary.steps == 3
+    assert summary.intra_max == 0, "with the feature off no trajectory spans an update"
+
+
+def test_any_causal_lm_folder_is_taken(tmp_path: Path) -> None:
+    save_model(
+        tiny_model(max_position_embeddings=256),
+        load_tokenizer(resolve_model("builtin")),
+        tmp_path / "mine",
+    )
+    overrides = ["steps=2", "eval.every=0", "eval.final_problems=4", f"model={tmp_path / 'mine'}"]
+    summary = estr.train(load_recipe(overrides=[*SMALL, *overrides]), runs=tmp_path)
+    assert summary.steps == 2
+
+
+def test_a_second_run_never_writes_over_the_first_check_65(tmp_path: Path) -> None:
+    recipe = load_recipe(overrides=["name=same"])
+    first, second = (RunFolder.create(recipe, tmp_path) for _ in range(2))
+    assert (first.path.name, second.path.name) == ("same", "same-2")
+
+
+def test_resuming_what_is_not_there_is_an_error_check_129(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="nonexistent"):
+        train(load_recipe(), resume=tmp_path / "nonexistent")
+    empty = RunFolder.create(load_recipe(), tmp_path)
+    with pytest.raises(CheckpointError, match="no usable checkpoint"):
+        train(load_recipe(), resume=empty.path)
