@@ -150,6 +150,18 @@ def test_weights_that_do_not_fit_the_config_are_refused(
         load_model(folder)
 
 
+def test_code_in_a_model_folder_is_not_run(saved: Path, tmp_path: Path) -> None:
+    folder = copy_of(saved, tmp_path / "model")
+    proof = tmp_path / "it ran"
+    (folder / "modeling_own.py").write_text(f"open({str(proof)!r}, 'w')\nclass Own: pass\n")
+    config = json.loads((folder / "config.json").read_text())
+    foreign = {"model_type": "own", "auto_map": {"AutoModelForCausalLM": "modeling_own.Own"}}
+    (folder / "config.json").write_text(json.dumps({**config, **foreign}))
+    with pytest.raises(DataError, match=f"{folder} cannot be loaded"):
+        load_model(folder)
+    assert not proof.exists()
+
+
 def test_a_folder_without_a_tokenizer_is_refused(saved: Path, tmp_path: Path) -> None:
     folder = copy_of(saved, tmp_path / "model")
     (folder / "tokenizer.json").unlink()
