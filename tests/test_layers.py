@@ -66,7 +66,7 @@ EXPORTS: dict[str, str] = {
     "estr.environment": "Action Environment Reply ScriptedEnvironment Task",
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
-    "estr.types": "COLUMNS Consumption RolloutId SamplingSettings Segment Trajectory Turn",
+    "estr.types": "COLUMNS RolloutId SamplingSettings Segment Trajectory Turn",
     "estr.weights": "FileWeightStore MemoryWeightStore WeightStore",
 }
 """Names that other programs may rely on."""

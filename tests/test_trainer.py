@@ -11,10 +11,13 @@ import pytest
 import torch
 
 from estr.checkpoint import Checkpoints, restore_trainer, save_trainer, verify
+from estr.engine import Request
+from estr.engines.local import LocalEngine
 from estr.errors import CheckpointError, NumericsError
+from estr.heads import Head
 from estr.options.run import TrainerOptions
 from estr.trainer import Trainer, learning_rate
-from estr.types import Segment
+from estr.types import RolloutId, SamplingSettings, Segment
 from estr.weights import MemoryWeightStore
 from tiny import draw_groups, tiny_model, tiny_recipe
 
@@ -42,9 +45,7 @@ def test_untouched_weights_give_log_ratio_zero() -> None:
 def test_micro_batches_change_nothing(aggregation: str) -> None:
     # A large adam_eps makes the update proportional to the gradient, not to its sign.
     whole = trainer(loss={"aggregation": aggregation}, trainer={"adam_eps": 1.0})
-    cut = trainer(
-        loss={"aggregation": aggregation}, trainer={"adam_eps": 1.0, "token_budget": 40}
-    )
+    cut = trainer(loss={"aggregation": aggregation}, trainer={"adam_eps": 1.0, "token_budget": 40})
     groups = draw_groups(whole.model, num_groups=3)
     losses = []
     for one in (whole, cut):
@@ -134,7 +135,7 @@ def test_publishing_follows_publish_every() -> None:
 
 
 def test_learning_rate_schedule() -> None:
-    options = TrainerOptions(lr=1.0, warmup_steps=2)
+    options = TrainerOptions(lr=1.0, warmup_steps=2, schedule="constant")
     assert [learning_rate(s, 6, options) for s in range(4)] == [0.5, 1.0, 1.0, 1.0]
     linear = replace(options, schedule="linear")
     assert [learning_rate(s, 6, linear) for s in range(7)] == [0.5, 1, 1, 0.75, 0.5, 0.25, 0]
@@ -228,3 +229,28 @@ def test_segments_are_own_token_aligned_in_the_loss() -> None:
         shifted.append(replace(group, trajectories=tuple(members)))
     (result,) = own.train([shifted])
     assert result.metrics.to_row()["log_ratio_variance"] > 0.1
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_padded_columns_stay_out_of_the_trainers_softmax_too_check_44(scaled: bool) -> None:
+    """Drawn by the engine over 20 of 24 columns, at a temperature: the trainer agrees, with its
+    output matrix split off and with whole logits alike."""
+    engine = LocalEngine(tiny_model(), vocab_size=20)
+    sampling = SamplingSettings(temperature=0.7)
+    prompt = np.arange(5, dtype=np.int32)
+    engine.submit(Request(RolloutId(0, 0, 0), prompt, sampling, 12, 5))
+    drawn = next(iter([seg for _ in range(12) for _, seg in engine.step()]))
+    (group,) = draw_groups(tiny_model(), num_groups=1, size=2)
+    member = replace(
+        group.trajectories[0], segments=(Segment.join([Segment.context(prompt), drawn]),)
+    )
+    recipe = tiny_recipe(sampling={"temperature": 0.7})
+    deviations = []
+    for vocab_size in (20, None):
+        own = Trainer(tiny_model(), recipe, MemoryWeightStore(), vocab_size=vocab_size)
+        if scaled:
+            own._head = Head(own.model, None)
+        (result,) = own.train([[replace(group, trajectories=(member, member))]])
+        deviations.append(result.metrics.to_row()["ratio_deviation"])
+    assert deviations[0] < 1e-4
+    assert deviations[1] > 1e-2

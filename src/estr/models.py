@@ -132,6 +132,13 @@ def load_tokenizer(folder: str | Path) -> Any:
         raise DataError(f"model folder {folder} has no usable tokenizer: {error}") from error
 
 
+def vocabulary_size(folder: str | Path, model: Any) -> int:
+    """Number of real token ids. Output layers are often padded beyond the tokenizer; the columns
+    after its last id belong neither into the sampler's softmax nor into the trainer's."""
+    ids = load_tokenizer(folder).get_vocab().values()
+    return int(min(max(ids) + 1, model.config.get_text_config().vocab_size))
+
+
 def ignored_sampling_settings(folder: str | Path) -> dict[str, Any]:
     """Settings of a folder's generation_config that would reshape the distribution, as it has
     them. estr applies none of them: the recorded log-probs must be those of the model itself."""

@@ -12,28 +12,23 @@ import signal
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .chat import Codec
 from .checkpoint import Checkpoints
 from .config import Recipe
 from .engines.process import EngineProcess
-from .environments import build_task
 from .errors import EstrError, Interrupted
 from .evaluator_process import EvaluatorProcess
 from .loop import Loop
 from .metrics import MetricsWriter, supersede_after
-from .models import load_tokenizer, resolve_model
+from .models import resolve_model
 from .progress import Reporter, SilentReporter
 from .rollout import RolloutSetting
 from .run_folder import RunFolder, Summary, weights_folder
+from .subject import resolve_play
 from .trainer_process import TrainerProcess
-from .types import SamplingSettings
 from .weights import FileWeightStore
 from .worker import busy_share
-
-if TYPE_CHECKING:
-    from .environment import Task
 
 _BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
 
@@ -101,7 +96,8 @@ class _Processes:
 
 
 async def _train(recipe: Recipe, reporter: Reporter, runs: Path, resume: Path | None) -> Summary:
-    model, task, codec, sampling = resolve(recipe)
+    model = resolve_model(recipe.model)
+    task, codec, sampling = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
     state, saved = None, None
     if resume is None:
         folder = RunFolder.create(recipe, runs)
@@ -176,21 +172,6 @@ async def _run(
     folder.write_summary(summary)
     reporter.finished(summary, folder)
     return summary
-
-
-def resolve(recipe: Recipe) -> tuple[Path, Task, Codec, SamplingSettings]:
-    """(model folder, task, codec, sampling settings) of a recipe. Raises ConfigError or DataError;
-    loads no weights."""
-    model = resolve_model(recipe.model)
-    task = build_task(recipe.task)
-    codec = Codec(load_tokenizer(model))
-    sampling = SamplingSettings(
-        temperature=recipe.sampling.temperature,
-        max_new_tokens=recipe.sampling.max_new_tokens,
-        max_tokens=recipe.sampling.max_tokens,
-        stop_token_ids=codec.resolve_stops(task.stop),
-    )
-    return model, task, codec, sampling
 
 
 def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float]) -> Summary:

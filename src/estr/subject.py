@@ -12,12 +12,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .config import Recipe, load_recipe
 from .errors import DataError
 from .rollout import RolloutSetting
 from .run_folder import RunFolder
+from .types import SamplingSettings
+
+if TYPE_CHECKING:
+    from .chat import Codec
+    from .environment import Task
 
 WhichWeights = Literal["start", "best", "last"]
 """Of a run: those it started from, those of the best held-out evaluation, those of its end."""
@@ -104,17 +109,16 @@ def _final_version(run: RunFolder) -> int | None:
         raise DataError(f"{path} is not the summary of a run: {error}") from error
 
 
-def build_setting(
-    model: Any, folder: Path, recipe: Recipe, *, version: int, temperature: float
-) -> RolloutSetting:
-    """An engine in this process on `model`, which holds the weights `version`, and the recipe's
-    task, in its "test" split. folder: where the tokenizer is. Raises ConfigError or DataError."""
+def resolve_play(
+    folder: Path, recipe: Recipe, *, temperature: float
+) -> tuple[Task, Codec, SamplingSettings]:
+    """(task, codec, sampling settings) of a recipe on the model in `folder`; loads no weights.
+
+    Raises ConfigError or DataError.
+    """
     from .chat import Codec
-    from .engines.in_process import InProcessEngine
-    from .engines.local import LocalEngine
     from .environments import build_task
     from .models import load_tokenizer
-    from .types import SamplingSettings
 
     task = build_task(recipe.task)
     codec = Codec(load_tokenizer(folder))
@@ -124,7 +128,26 @@ def build_setting(
         max_tokens=recipe.sampling.max_tokens,
         stop_token_ids=codec.resolve_stops(task.stop),
     )
-    engine = LocalEngine(model, version=version, max_batch=recipe.engine.max_batch, gini=False)
+    return task, codec, sampling
+
+
+def build_setting(
+    model: Any, folder: Path, recipe: Recipe, *, version: int, temperature: float
+) -> RolloutSetting:
+    """An engine in this process on `model`, which holds the weights `version`, and the recipe's
+    task, in its "test" split. folder: where the tokenizer is. Raises ConfigError or DataError."""
+    from .engines.in_process import InProcessEngine
+    from .engines.local import LocalEngine
+    from .models import vocabulary_size
+
+    task, codec, sampling = resolve_play(folder, recipe, temperature=temperature)
+    engine = LocalEngine(
+        model,
+        version=version,
+        max_batch=recipe.engine.max_batch,
+        gini=False,
+        vocab_size=vocabulary_size(folder, model),
+    )
     return RolloutSetting(
         InProcessEngine(engine), task, codec, sampling, recipe.rollout, split="test"
     )

@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -69,7 +69,8 @@ def learning_rate(step: int, total_steps: int, options: TrainerOptions) -> float
 
 class Trainer:
     """Owns the float32 master weights and the optimizer. Synchronous; hosted by a worker process
-    or used in place."""
+    or used in place. publish_dtype: of the published weights. vocab_size: number of real token ids
+    where the output layer is padded."""
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Trainer:
         store: WeightStore,
         *,
         publish_dtype: torch.dtype = torch.float32,
+        vocab_size: int | None = None,
     ) -> None:
         self.model = model.eval()  # no dropout: policy log-probs must be those of the policy
         self.recipe = recipe
@@ -88,6 +90,7 @@ class Trainer:
         self.version = 0
         self._published = -1
         self._publish_dtype = publish_dtype
+        self._vocab_size = vocab_size
         self._head = split_head(model)
         self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
         self.optimizer = torch.optim.AdamW(
@@ -232,25 +235,22 @@ class Trainer:
             dtype=torch.bfloat16,
             enabled=self.options.dtype == "bfloat16",
         )
-        temperature = self.recipe.sampling.temperature
         weight = self._head.weight
+        drawn: dict[str, Any] = {
+            "temperature": self.recipe.sampling.temperature,
+            "vocab_size": self._vocab_size,
+            "gini": False,
+        }
         with autocast:
             if weight is None:  # scaled or capped logits: they come whole
                 states = self._head.logits(batch.token_ids)
                 logits, token_ids = next_token(states, batch.token_ids, batch.loss_mask)
-                statistics = token_statistics(
-                    logits, token_ids, temperature=temperature, gini=False
-                )
+                statistics = token_statistics(logits, token_ids, **drawn)
             else:
                 states = self._head.hidden(batch.token_ids)
                 hidden, token_ids = next_token(states, batch.token_ids, batch.loss_mask)
                 statistics = statistics_from_hidden(
-                    hidden,
-                    weight,
-                    token_ids,
-                    head_bias=self._head.bias,
-                    temperature=temperature,
-                    gini=False,
+                    hidden, weight, token_ids, head_bias=self._head.bias, **drawn
                 )
         return statistics.logprobs, statistics.entropies
 

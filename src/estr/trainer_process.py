@@ -107,13 +107,19 @@ class TrainerHost:
     def __init__(self, folder: Path, recipe: Recipe, store: WeightStore) -> None:
         import torch
 
-        from .models import load_model
+        from .models import load_model, vocabulary_size
         from .trainer import Trainer
 
         model = load_model(folder, dtype="float32", device=recipe.trainer.device)
         dtype = getattr(torch, recipe.engine.dtype)
         self._folder = folder
-        self._trainer = Trainer(model, recipe, store, publish_dtype=dtype)
+        self._trainer = Trainer(
+            model,
+            recipe,
+            store,
+            publish_dtype=dtype,
+            vocab_size=vocabulary_size(folder, model),
+        )
 
     def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
         return self._trainer.train(minibatches)

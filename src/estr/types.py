@@ -272,19 +272,3 @@ class Trajectory:
         borders = np.flatnonzero(np.diff(versions)) + 1
         parts = np.split(versions, borders)
         return [(int(part[0]), len(part)) for part in parts]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Consumption:
-    """What one optimizer step made of one trajectory: per-token columns as in its segments
-    joined, NaN or False where a token was not sampled."""
-
-    id: RolloutId
-    step: int
-    target_version: int
-    advantage: float
-    policy_logprobs: Float32Array
-    proximal_logprobs: Float32Array | None
-    ref_logprobs: Float32Array | None
-    kept: BoolArray
-    clipped: BoolArray

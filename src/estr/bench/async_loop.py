@@ -32,9 +32,10 @@ from ..engines.process import EngineProcess
 from ..errors import ConfigError
 from ..loop import Loop
 from ..metrics import MetricsWriter
+from ..models import resolve_model
 from ..progress import Row, SilentReporter
 from ..rollout import RolloutSetting, run_rollout
-from ..run import resolve
+from ..subject import resolve_play
 from ..trainer_process import TrainerProcess
 from ..types import RolloutId, Trajectory
 from ..weights import FileWeightStore
@@ -133,7 +134,8 @@ def _scratch() -> Iterator[Path]:
 
 async def _measure_loop(recipe: Recipe, measure: dict[str, Any]) -> float:
     """Trained tokens per second of a loop after its first steps."""
-    model, task, codec, sampling = resolve(recipe)
+    model = resolve_model(recipe.model)
+    task, codec, sampling = resolve_play(model, recipe, temperature=1.0)
     clock = _Clock()
     with _scratch() as folder, MetricsWriter(folder / "run", tensorboard=False) as writer:
         store = FileWeightStore(folder / "weights", keep=recipe.max_staleness + 2)
@@ -150,7 +152,8 @@ async def _measure_loop(recipe: Recipe, measure: dict[str, Any]) -> float:
 
 async def _measure_alone(recipe: Recipe, measure: dict[str, Any]) -> dict[str, float]:
     """Tokens per second of generation and of training, one after the other."""
-    model, task, codec, sampling = resolve(recipe)
+    model = resolve_model(recipe.model)
+    task, codec, sampling = resolve_play(model, recipe, temperature=1.0)
     with _scratch() as folder:
         store = FileWeightStore(folder, keep=2)
         engine = await EngineProcess.start(model, recipe.engine)

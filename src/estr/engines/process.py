@@ -109,7 +109,7 @@ class EngineHost:
         version: int,
         in_flight: bool,
     ) -> None:
-        from ..models import load_model
+        from ..models import load_model, vocabulary_size
         from .local import LocalEngine
 
         model = load_model(folder, dtype=options.dtype, device=options.device)
@@ -119,6 +119,7 @@ class EngineHost:
             max_batch=options.max_batch,
             gini=options.gini,
             in_flight=in_flight,
+            vocab_size=vocabulary_size(folder, model),
         )
         self._numbers: dict[RolloutId, int] = {}
         self._loading: tuple[int, int] | None = None
