@@ -32,7 +32,8 @@ class IdCodec:
     def encode_prompt(self, prompt: Any) -> list[int]:
         return [int(c) for c in prompt]
 
-    encode_observation = encode_prompt
+    def encode_observation(self, observation: Any, last_id: int | None) -> list[int]:
+        return [int(c) for c in observation]
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return "".join(str(t) for t in token_ids)

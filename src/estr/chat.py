@@ -82,6 +82,8 @@ class Codec:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt)
+        if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
+            raise DataError(f"a prompt is text, token ids or chat messages, not {prompt!r:.80}")
         return [int(token) for token in cast("Sequence[int]", prompt)]
 
     def _encode(self, text: str) -> list[int]:
@@ -106,4 +108,9 @@ class Codec:
 
 
 def _is_messages(prompt: Prompt) -> bool:
-    return not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    return (
+        isinstance(prompt, Sequence)
+        and not isinstance(prompt, str)
+        and len(prompt) > 0
+        and isinstance(prompt[0], Mapping)
+    )

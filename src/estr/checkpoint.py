@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _MANIFEST = "manifest.json"
 _ASIDE = ".writing-"
+_FILES = ("trainer.json", "state.json")
 
 
 class Checkpoints:
@@ -58,10 +59,11 @@ class Checkpoints:
             aside.rename(final)
             _sync_folder(self.folder)
         except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(
-                f"cannot write checkpoint {final}: {error}; free space or set checkpoint.every_s"
+                f"cannot write checkpoint {final}: {error}; look at the space and the rights there"
             ) from error
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
         for old in self.complete()[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
@@ -82,18 +84,23 @@ class Checkpoints:
             except CheckpointError as error:
                 passed.append(str(error))
         detail = "".join(f"\n  {line}" for line in passed)
-        raise CheckpointError(f"no usable checkpoint in {self.folder}{detail}")
+        raise CheckpointError(f"no usable checkpoint in {self.folder}; start the run anew{detail}")
 
 
 def verify(folder: Path) -> dict[str, Any]:
     """The controller's state of a whole checkpoint. Raises CheckpointError naming what is torn."""
     try:
         manifest = json.loads((folder / _MANIFEST).read_text())
+        absent = [name for name in _FILES if name not in manifest]
+        if absent:
+            raise CheckpointError(f"checkpoint {folder} is torn: no {', '.join(absent)} in it")
         for name, expected in manifest.items():
             if _fingerprint(folder / name) != expected:
                 raise CheckpointError(f"{folder / name} is not what its manifest says")
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    except (OSError, ValueError, AttributeError) as error:
+        if not isinstance(state, dict) or "step" not in state:
+            raise CheckpointError(f"checkpoint {folder} is torn: state.json holds no step")
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"checkpoint {folder} is torn: {error}") from error
     return state
 

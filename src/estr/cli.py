@@ -10,6 +10,7 @@ immediate; errors raised on purpose become one line and an exit code.
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -365,6 +366,9 @@ def _run_folder(source: str, runs: Path) -> Path:
 
 def main() -> None:
     """Entry of the `estr` command."""
+    # Closed streams (`>&-`) are None; whoever closed them does not want to read.
+    sys.stdout = sys.stdout or open(os.devnull, "w")  # noqa: SIM115 - for the whole process
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # noqa: SIM115 - for the whole process
     for stream in (sys.stdout, sys.stderr):
         # A terminal that cannot show a character gets its escape, not an error.
         if hasattr(stream, "reconfigure"):

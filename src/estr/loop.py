@@ -75,6 +75,7 @@ class Loop:
         model_best: Path | None = None,
         watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
         gauges: Callable[[], dict[str, float]] = dict,
+        stop: asyncio.Event | None = None,
     ) -> None:
         self.recipe = recipe
         self.setting = setting
@@ -106,7 +107,7 @@ class Loop:
         self._clock = time.monotonic()
         self._saved_at = time.monotonic()
         self._saved_step = 0
-        self._stop = asyncio.Event()
+        self._stop = stop or asyncio.Event()
         self._woken = asyncio.Event()
         self._published = asyncio.Event()
         self._tasks: asyncio.TaskGroup

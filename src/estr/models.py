@@ -90,7 +90,6 @@ def load_model(
     Raises DataError naming the folder when files are absent, torn or do not fit their config.
     """
     import torch
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
 
     folder = check_folder(Path(folder))
@@ -105,14 +104,22 @@ def load_model(
                 use_safetensors=True,
                 output_loading_info=True,
             )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        raise DataError(f"model folder {folder} cannot be loaded: {error}") from error
+    except Exception as error:  # transformers raises anything on a broken folder
+        raise DataError(
+            f"model folder {folder} cannot be loaded: {type(error).__name__}: {error}"
+        ) from error
     # transformers would leave such weights random and go on.
     absent = sorted(info["missing_keys"]) + sorted(map(str, info["mismatched_keys"]))
     if absent:
         raise DataError(
             f"model folder {folder} lacks {len(absent)} weights that its config asks for, "
             f"such as {absent[0]}"
+        )
+    surplus = sorted(info["unexpected_keys"])
+    if surplus:
+        raise DataError(
+            f"model folder {folder} holds {len(surplus)} weights that its config has no place for, "
+            f"such as {surplus[0]}: another model's config.json, or a layer less than it should be"
         )
     ignored = ignored_sampling_settings(folder)
     if ignored:
@@ -128,8 +135,10 @@ def load_tokenizer(folder: str | Path) -> Any:
         return AutoTokenizer.from_pretrained(
             Path(folder), local_files_only=True, trust_remote_code=False
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"model folder {folder} has no usable tokenizer: {error}") from error
+    except Exception as error:  # transformers raises anything on a broken folder
+        raise DataError(
+            f"model folder {folder} has no usable tokenizer: {type(error).__name__}: {error}"
+        ) from error
 
 
 def vocabulary_size(folder: str | Path, model: Any) -> int:

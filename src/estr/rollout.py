@@ -13,6 +13,7 @@ ever appended to, never encoded again. Then: `buffer` -> `batch` -> `trainer` ->
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
@@ -34,7 +35,7 @@ class Codec(Protocol):
 
     def encode_prompt(self, prompt: Prompt) -> list[int]: ...
 
-    def encode_observation(self, observation: Prompt) -> list[int]: ...
+    def encode_observation(self, observation: Prompt, last_id: int | None) -> list[int]: ...
 
     def decode(self, token_ids: list[int]) -> str: ...
 
@@ -97,7 +98,7 @@ async def run_rollout(
             async with asyncio.timeout(setting.limits.timeout_s):
                 status = await _play(setting, environment, record, rollout_id, deadline_version)
         finally:
-            await environment.close()
+            await _limited(environment.close(), setting.limits.step_timeout_s, "close")
     except (TimeoutError, EngineTimeout):
         status = "timeout"
         error = f"no end within rollout.timeout_s = {setting.limits.timeout_s:g} s"
@@ -105,6 +106,11 @@ async def run_rollout(
         status, error = "engine_error", str(failure)
     except GraderError as failure:
         status, error = "grader_error", str(failure)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        status, error = "env_error", "the environment raised CancelledError by itself"
     except Exception as failure:  # noqa: BLE001 - a user's environment may raise anything
         status, error = "env_error", f"{type(failure).__name__}: {failure}"
     outcome, rewards, reward = _score(setting.task, status, record.reply)
@@ -167,13 +173,27 @@ async def _play(
         action = _action(setting.codec, drawn, sampling)
         reply = await _limited(environment.step(action), limits.step_timeout_s, "step")
         record.environment_s += time.monotonic() - clock
+        _check_reply(reply)
         if reply.observation is None:
             record.reply = reply
             return "ok"
-        ids = setting.codec.encode_observation(reply.observation)
+        ids = setting.codec.encode_observation(reply.observation, int(drawn.token_ids[-1]))
         if ids:
             record.parts.append(Segment.context(ids))
     return "truncated"
+
+
+def _check_reply(reply: object) -> None:
+    """Raise EnvError for what is no Reply, GraderError for a result that is no finite number."""
+    if not isinstance(reply, Reply):
+        raise EnvError(f"environment.step() must return a Reply, not {reply!r:.80}")
+    if not isinstance(reply.rewards, Mapping):
+        raise GraderError(f"Reply.rewards must be a mapping of numbers, not {reply.rewards!r:.80}")
+    for name, value in {"outcome": reply.outcome, **reply.rewards}.items():
+        if name == "outcome" and value is None:
+            continue
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise GraderError(f"{name} must be a finite number, not {value!r:.80}")
 
 
 def _action(codec: Codec, drawn: Segment, sampling: SamplingSettings) -> Action:

@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import shutil
 import signal
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,23 +61,22 @@ class _Processes:
     async def start(
         cls, model: Path, recipe: Recipe, store: FileWeightStore, log: Path
     ) -> _Processes:
-        """All at once; if one does not come up, the others are closed."""
-        starts: list[Awaitable[EngineProcess | TrainerProcess | EvaluatorProcess]] = [
-            EngineProcess.start(model, recipe.engine, in_flight=recipe.in_flight, log=log),
-            TrainerProcess.start(model, recipe, store, log=log),
-            EvaluatorProcess.start(model, recipe, store, log=log),
-        ]
-        outcomes = await asyncio.gather(*starts, return_exceptions=True)
-        for outcome in outcomes:
-            if isinstance(outcome, BaseException):
-                up = [o for o in outcomes if not isinstance(o, BaseException)]
-                await asyncio.gather(*(process.close() for process in up))
-                raise outcome
-        engine, trainer, evaluator = outcomes
-        assert isinstance(engine, EngineProcess)
-        assert isinstance(trainer, TrainerProcess)
-        assert isinstance(evaluator, EvaluatorProcess)
-        return cls(engine, trainer, evaluator)
+        """All at once; as soon as one does not come up, the others are given up."""
+        engine = asyncio.create_task(
+            EngineProcess.start(model, recipe.engine, in_flight=recipe.in_flight, log=log)
+        )
+        trainer = asyncio.create_task(TrainerProcess.start(model, recipe, store, log=log))
+        evaluator = asyncio.create_task(EvaluatorProcess.start(model, recipe, store, log=log))
+        try:
+            await asyncio.gather(engine, trainer, evaluator)
+        except BaseException:
+            for task in (engine, trainer, evaluator):
+                task.cancel()  # a start that is cancelled ends its process
+            ended = await asyncio.gather(engine, trainer, evaluator, return_exceptions=True)
+            up = [process for process in ended if not isinstance(process, BaseException)]
+            await asyncio.gather(*(process.close() for process in up))
+            raise
+        return cls(engine.result(), trainer.result(), evaluator.result())
 
     def watchers(self, recipe: Recipe) -> list[Callable[[], Coroutine[Any, Any, None]]]:
         """What notices the death of a process, or an engine that hangs."""
@@ -97,81 +96,87 @@ class _Processes:
 
 async def _train(recipe: Recipe, reporter: Reporter, runs: Path, resume: Path | None) -> Summary:
     model = resolve_model(recipe.model)
-    task, codec, sampling = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
-    state, saved = None, None
-    if resume is None:
-        folder = RunFolder.create(recipe, runs)
-    else:
-        folder = RunFolder.open(resume)
-        saved, state, torn = Checkpoints(folder.checkpoints).newest()
-        for line in torn:
-            reporter.message(line)
-        supersede_after(folder.path, state["step"])
-    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
-    keep = recipe.max_staleness + 2
-    bytes_needed = keep * size * _BYTES_PER_WEIGHT[recipe.engine.dtype] // 4
-    store = FileWeightStore(weights_folder(folder, bytes_needed), keep=keep)
-    try:
-        processes = await _Processes.start(model, recipe, store, folder.log)
+    play = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
+    folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume)
+    with folder.locked(), _stopped_by_signals(reporter) as stop:
+        saved = None if resume is None else _saved(folder, recipe, reporter)
+        size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
+        keep = recipe.max_staleness + 2
+        bytes_needed = keep * size * _BYTES_PER_WEIGHT[recipe.engine.dtype] // 4
+        store = FileWeightStore(weights_folder(folder, bytes_needed), keep=keep)
         try:
-            with MetricsWriter(folder.path) as writer:
-                setting = RolloutSetting(
-                    processes.engine, task, codec, sampling, recipe.rollout, worker="engine"
-                )
-                loop = Loop(
-                    recipe,
-                    setting,
-                    processes.trainer,
-                    store,
-                    reporter=reporter,
-                    writer=writer,
-                    evaluator=processes.evaluator,
-                    checkpoints=Checkpoints(folder.checkpoints, recipe.checkpoint.keep),
-                    model_best=folder.model_best,
-                    watchers=processes.watchers(recipe),
-                    gauges=processes.gauges,
-                )
-                if saved is not None and state is not None:
-                    await processes.trainer.restore(saved)
-                    loop.restore(state)
-                with _stopped_by_signals(loop):
-                    return await _run(loop, processes, recipe, folder, reporter)
+            processes = await _Processes.start(model, recipe, store, folder.log)
+            try:
+                with MetricsWriter(folder.path) as writer:
+                    loop = Loop(
+                        recipe,
+                        RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine"),
+                        processes.trainer,
+                        store,
+                        reporter=reporter,
+                        writer=writer,
+                        evaluator=processes.evaluator,
+                        checkpoints=Checkpoints(folder.checkpoints, recipe.checkpoint.keep),
+                        model_best=folder.model_best,
+                        watchers=processes.watchers(recipe),
+                        gauges=processes.gauges,
+                        stop=stop,
+                    )
+                    if saved is not None:
+                        await processes.trainer.restore(saved[0])
+                        loop.restore(saved[1])
+                    return await _run(loop, processes, recipe, folder)
+            finally:
+                await processes.close()
         finally:
-            await processes.close()
-    finally:
-        shutil.rmtree(store.folder, ignore_errors=True)
+            shutil.rmtree(store.folder, ignore_errors=True)
 
 
-async def _run(
-    loop: Loop,
-    processes: _Processes,
-    recipe: Recipe,
-    folder: RunFolder,
-    reporter: Reporter,
-) -> Summary:
+def _saved(folder: RunFolder, recipe: Recipe, reporter: Reporter) -> tuple[Path, dict[str, Any]]:
+    """The checkpoint to go on from, with its state. What comes after it is set aside, a changed
+    recipe is told and written down."""
+    changed = folder.update_recipe(recipe)
+    if changed:
+        reporter.message(f"goes on with a changed recipe: {'; '.join(changed)}")
+    path, state, torn = Checkpoints(folder.checkpoints).newest()
+    for line in torn:
+        reporter.message(line)
+    supersede_after(folder.path, state["step"])
+    return path, state
+
+
+async def _run(loop: Loop, processes: _Processes, recipe: Recipe, folder: RunFolder) -> Summary:
     """Everything between the start of the processes and their end."""
-    version = await processes.trainer.publish()
-    await processes.engine.load(version, loop.store, recipe.kv)
-    reporter.started(recipe, folder, loop.step)
-    if not loop.accuracies:
-        await loop.evaluate(version, recipe.eval.final_problems)
-    busy = [await processes.engine.statistics(), await processes.trainer.statistics()]
     try:
+        version = await processes.trainer.publish()
+        await processes.engine.load(version, loop.store, recipe.kv)
+        loop.reporter.started(recipe, folder, loop.step)
+        if not loop.accuracies and not loop.stopping:
+            await loop.evaluate(version, recipe.eval.final_problems)
+        before = [await processes.engine.statistics(), await processes.trainer.statistics()]
         await loop.run()
+        after = [await processes.engine.statistics(), await processes.trainer.statistics()]
+        shares = [busy_share(a, b) for a, b in zip(before, after, strict=True)]
+        # What was learned is safe before anything else can fail.
+        await loop.checkpoint()
+        version = await processes.trainer.publish()
+        await processes.trainer.export(folder.model_last)
+        await loop.evaluate(version, recipe.eval.final_problems)
+    except asyncio.CancelledError as error:
+        if not loop.stopping:
+            raise
+        raise Interrupted(f"stopped at once after step {loop.step}{_hint(folder)}") from error
     except EstrError as error:
-        hint = f"; go on with: estr train --resume {folder.path}"
-        kept = hint if loop.checkpoints and loop.checkpoints.complete() else ""
-        raise type(error)(f"{error}{kept}") from error
-    after = [await processes.engine.statistics(), await processes.trainer.statistics()]
-    shares = [busy_share(a, b) for a, b in zip(busy, after, strict=True)]
-    version = await processes.trainer.publish()
-    await processes.trainer.export(folder.model_last)
-    await loop.evaluate(version, recipe.eval.final_problems)
-    await loop.checkpoint()
+        raise type(error)(f"{error}{_hint(folder)}") from error
     summary = _summarize(loop, recipe, folder, shares)
     folder.write_summary(summary)
-    reporter.finished(summary, folder)
+    loop.reporter.finished(summary, folder)
     return summary
+
+
+def _hint(folder: RunFolder) -> str:
+    whole = Checkpoints(folder.checkpoints).complete()
+    return f"; go on with: estr train --resume {folder.path}" if whole else ""
 
 
 def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float]) -> Summary:
@@ -206,16 +211,19 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
 
 
 @contextlib.contextmanager
-def _stopped_by_signals(loop: Loop) -> Iterator[None]:
-    """First SIGINT or SIGTERM: stop after the step in progress. Second: cancel at once."""
+def _stopped_by_signals(reporter: Reporter) -> Iterator[asyncio.Event]:
+    """An event that the first SIGINT or SIGTERM sets; the second cancels the run at once."""
     running = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
+    stop = asyncio.Event()
 
     def on_signal() -> None:
-        if loop.stopping:
+        if stop.is_set():
             task.cancel("stopped at once")
-        loop.stop()
+            return
+        stop.set()
+        reporter.message("stopping after the step in progress; once more stops at once")
 
     installed = []
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -224,11 +232,11 @@ def _stopped_by_signals(loop: Loop) -> Iterator[None]:
             running.add_signal_handler(number, on_signal)
             installed.append(number)
     try:
-        yield
+        yield stop
     except asyncio.CancelledError as error:
-        if not loop.stopping:
+        if not stop.is_set():
             raise
-        raise Interrupted(f"stopped at once after step {loop.step}") from error
+        raise Interrupted("stopped before training began") from error
     finally:
         for number in installed:
             running.remove_signal_handler(number)

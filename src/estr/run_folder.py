@@ -12,16 +12,19 @@ runs/NAME/
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import itertools
 import json
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from .config import Recipe
-from .errors import DataError
+from .config import Recipe, load_recipe
+from .errors import ConfigError, DataError
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +62,17 @@ class RunFolder:
     @classmethod
     def create(cls, recipe: Recipe, root: Path = Path("runs")) -> RunFolder:
         """A new folder runs/NAME, or runs/NAME-2, -3, ... where that is taken."""
-        number = 1
-        while True:
-            path = root / (recipe.name if number == 1 else f"{recipe.name}-{number}")
-            try:
-                path.mkdir(parents=True)
-                break
-            except FileExistsError:
-                number += 1
-            except OSError as error:
-                raise DataError(f"cannot make run folder {path}: {error.strerror}") from error
+        path = root / recipe.name
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            for number in itertools.count(2):
+                try:
+                    path.mkdir()
+                    break
+                except FileExistsError:
+                    path = root / f"{recipe.name}-{number}"
+        except OSError as error:
+            raise DataError(f"cannot make run folder {path}: {error.strerror}") from error
         folder = cls(path)
         (path / "config.toml").write_text(recipe.to_toml(), encoding="utf-8")
         folder.log.touch()
@@ -81,6 +85,42 @@ class RunFolder:
         if not (folder.path / "config.toml").is_file():
             raise DataError(f"{path} is not a run folder: it holds no config.toml")
         return folder
+
+    @contextlib.contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the run, so that no second process writes to it. Raises DataError if one does."""
+        import fcntl
+
+        with (self.path / ".lock").open("w") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                raise DataError(
+                    f"{self.path} is in use by another estr process; wait for it, or stop it"
+                ) from error
+            yield
+
+    def update_recipe(self, recipe: Recipe) -> list[str]:
+        """Write down the recipe that the run goes on with, the one before beside it; returns what
+        changed. Raises ConfigError where model, task or seed did: that would be another run."""
+        before = dataclasses.asdict(load_recipe(self.path / "config.toml"))
+        after = dataclasses.asdict(recipe)
+        changed = [
+            f"{key} = {after[key]} (was {before[key]})"
+            for key in after
+            if after[key] != before[key]
+        ]
+        for key in ("model", "task", "seed"):
+            if after[key] != before[key]:
+                raise ConfigError(
+                    f"{self.path} was started with {key} = {before[key]!r}, not {after[key]!r}; "
+                    "start a new run for that"
+                )
+        if changed:
+            config = self.path / "config.toml"
+            config.replace(self.path / "config.previous.toml")
+            config.write_text(recipe.to_toml(), encoding="utf-8")
+        return changed
 
     @property
     def log(self) -> Path:

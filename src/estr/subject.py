@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from .config import Recipe, load_recipe
-from .errors import DataError
+from .errors import ConfigError, DataError
 from .rollout import RolloutSetting
 from .run_folder import RunFolder
 from .types import SamplingSettings
@@ -121,6 +121,9 @@ def resolve_play(
     from .models import load_tokenizer
 
     task = build_task(recipe.task)
+    for split in ("train", "test"):
+        if task.size(split) == 0:
+            raise ConfigError(f"task {task.name} has no problem in its {split} split")
     codec = Codec(load_tokenizer(folder))
     sampling = SamplingSettings(
         temperature=temperature,

@@ -259,7 +259,10 @@ class _Channel:
 
 
 def portable(error: BaseException) -> EstrError:
-    """An error that can cross the process border: an EstrError as it is, others described."""
+    """An error that can cross the process border: an EstrError as it is, others described, of a
+    group the first."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
     if isinstance(error, EstrError) and getattr(errors, type(error).__name__, None) is type(error):
         return type(error)(str(error))
     frames = traceback.extract_tb(error.__traceback__)

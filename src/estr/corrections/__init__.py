@@ -123,9 +123,9 @@ def _import(name: str, place: str) -> Any:
         raise ConfigError(f"{place}.name = {name!r} must read package.module:Class")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(
-            f"{place}.name = {name!r} cannot be imported: {error}; "
+            f"{place}.name = {name!r} cannot be imported: {type(error).__name__}: {error}; "
             "the module must be importable from where estr is started (see PYTHONPATH)"
         ) from error
 

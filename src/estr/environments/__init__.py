@@ -66,9 +66,9 @@ def _task_class(name: str) -> Any:
         )
     try:
         cls = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
+    except Exception as error:  # a user's module may raise anything
         raise ConfigError(
-            f"task.name = {name!r} cannot be imported: {error}; "
+            f"task.name = {name!r} cannot be imported: {type(error).__name__}: {error}; "
             "the module must be importable from where estr is started (see PYTHONPATH)"
         ) from error
     if not dataclasses.is_dataclass(getattr(cls, "Options", None)):

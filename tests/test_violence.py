@@ -1,0 +1,198 @@
+"""Hostile environments, broken folders, killed processes; with real processes where it counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from estr.checkpoint import verify
+from estr.config import load_recipe
+from estr.engine import ScriptedEngine
+from estr.environment import Reply, ScriptedEnvironment
+from estr.environments import build_task
+from estr.errors import CheckpointError, ConfigError, DataError
+from estr.metrics import read_metrics
+from estr.options.run import RolloutOptions
+from estr.rollout import RolloutSetting, run_rollout
+from estr.run import train
+from estr.run_folder import RunFolder
+from estr.types import RolloutId, SamplingSettings, Trajectory
+from loop_parts import STOP, CoinTask, IdCodec
+
+SMALL = [
+    "groups_per_step=2",
+    "group_size=2",
+    "eval.every=0",
+    "eval.final_problems=4",
+    "checkpoint.every_steps=2",
+]
+
+
+async def play(environment: object) -> Trajectory:
+    setting = RolloutSetting(
+        ScriptedEngine(lambda request: [1, STOP]),
+        CoinTask(make=lambda index: environment),
+        IdCodec(),
+        SamplingSettings(stop_token_ids=(STOP,)),
+        RolloutOptions(timeout_s=2.0, step_timeout_s=0.2),
+    )
+    async with asyncio.timeout(5):
+        return await run_rollout(
+            setting, RolloutId(0, 0, 0), 0, dispatch_version=0, deadline_version=0
+        )
+
+
+@pytest.mark.parametrize(
+    ("reply", "status", "words"),
+    [
+        (Reply(outcome=float("inf")), "grader_error", "outcome must be a finite number, not inf"),
+        (Reply(outcome=float("nan")), "grader_error", "outcome must be a finite number, not nan"),
+        (Reply(outcome="good"), "grader_error", "not 'good'"),
+        (Reply(outcome=lambda: 1), "grader_error", "outcome must be a finite number"),
+        (Reply(outcome=1.0, rewards=None), "grader_error", "rewards must be a mapping"),
+        (Reply(outcome=1.0, rewards={"a": "x"}), "grader_error", "a must be a finite number"),
+        (None, "env_error", "must return a Reply, not None"),
+        ("text", "env_error", "must return a Reply, not 'text'"),
+        (asyncio.CancelledError(), "env_error", "raised CancelledError by itself"),
+    ],
+)
+async def test_what_is_no_result_is_a_failure_not_a_reward(
+    reply: object, status: str, words: str
+) -> None:
+    class Hostile(ScriptedEnvironment):
+        async def step(self, action: object) -> object:
+            if isinstance(reply, BaseException):
+                raise reply
+            return reply
+
+    trajectory = await play(Hostile("12", []))
+    assert trajectory.status == status
+    assert (trajectory.outcome, trajectory.reward) == (None, None)
+    assert words in (trajectory.error or "")
+
+
+async def test_an_environment_that_hangs_on_close_is_given_up() -> None:
+    class Hanging(ScriptedEnvironment):
+        async def close(self) -> None:
+            await asyncio.sleep(60)
+
+    trajectory = await play(Hanging("12", [Reply(outcome=1.0)]))
+    assert trajectory.status == "env_error"
+    assert "environment.close() did not answer" in (trajectory.error or "")
+
+
+async def test_a_task_that_makes_nothing_is_a_failure() -> None:
+    assert (await play(None)).status == "env_error"
+
+
+def test_a_module_that_breaks_on_import_is_a_config_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "breaks_on_import.py").write_text("1 / 0\n")
+    (tmp_path / "is_no_python.py").write_text("def (\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("breaks_on_import", "is_no_python"):
+        with pytest.raises(ConfigError, match=f"{module}.*cannot be imported"):
+            build_task({"name": f"{module}:Task"})
+
+
+def test_runs_that_cannot_be_made_are_errors_not_loops(tmp_path: Path) -> None:
+    dangling = tmp_path / "dangling"
+    dangling.symlink_to(tmp_path / "nowhere" / "else")
+    (tmp_path / "file").touch()
+    for root in (dangling, tmp_path / "file"):
+        with pytest.raises(DataError, match="cannot make run folder"):
+            RunFolder.create(load_recipe(), root)
+
+
+def test_a_run_in_use_is_refused(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_recipe(), tmp_path)
+    with folder.locked(), pytest.raises(DataError, match="in use by another"):
+        train(load_recipe(), resume=folder.path)
+
+
+def test_a_run_goes_on_only_as_itself(tmp_path: Path) -> None:
+    folder = RunFolder.create(load_recipe(), tmp_path)
+    with pytest.raises(ConfigError, match="was started with seed = 0, not 3"):
+        folder.update_recipe(load_recipe(overrides=["seed=3"]))
+    assert folder.update_recipe(load_recipe(overrides=["steps=300"])) == ["steps = 300 (was 200)"]
+    assert load_recipe(folder.path / "config.toml").steps == 300
+    assert load_recipe(folder.path / "config.previous.toml").steps == 200
+
+
+@pytest.mark.parametrize("manifest", ["{}", "[]", '{"state.json": 1}', "{", ""])
+def test_a_manifest_that_leaves_files_out_is_torn(tmp_path: Path, manifest: str) -> None:
+    (tmp_path / "manifest.json").write_text(manifest)
+    (tmp_path / "state.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="is torn"):
+        verify(tmp_path)
+
+
+def _start(runs: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    sets = [word for o in (*SMALL, *overrides) for word in ("--set", o)]
+    command = [sys.executable, "-m", "estr.cli", "train", "--plain", "--runs", str(runs), *sets]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+
+
+def _wait_for_step(run: Path, step: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and process.poll() is None:
+        file = run / "metrics.jsonl"
+        if file.exists() and any(r["step"] >= step for r in read_metrics(file).records):
+            return
+        time.sleep(0.05)
+    raise AssertionError(f"no step {step}: {process.communicate(timeout=10)}")
+
+
+def _workers_of(pid: int) -> dict[str, int]:
+    """{first words of the host: pid} of the processes that a run has spawned."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if int(fields[1]) == pid and b"estr.worker" in words:
+                found[words[4].decode() + words[3].decode()] = int(entry.name)
+    return found
+
+
+def test_a_killed_worker_ends_the_run_and_it_can_be_resumed(tmp_path: Path) -> None:
+    process = _start(tmp_path, "steps=400")
+    _wait_for_step(tmp_path / "calculator", 4, process)
+    workers = _workers_of(process.pid)
+    assert len(workers) == 3
+    os.kill(min(workers.values()), signal.SIGKILL)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert b"killed by SIGKILL" in stderr
+    assert b"estr train --resume" in stderr
+    assert b"Traceback" not in stderr
+    assert not _workers_of(process.pid)
+    run = tmp_path / "calculator"
+    summary = train(load_recipe(run / "config.toml", ["steps=12"]), resume=run)
+    assert summary.steps == 12
+    steps = [r["step"] for r in read_metrics(run / "metrics.jsonl").records if "loss" in r]
+    assert steps == list(range(1, 13))
+
+
+def test_one_interrupt_saves_and_ends_with_130(tmp_path: Path) -> None:
+    process = _start(tmp_path, "steps=400", "checkpoint.every_steps=0")
+    _wait_for_step(tmp_path / "calculator", 3, process)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"estr train --resume" in stderr
+    (saved,) = (tmp_path / "calculator" / "checkpoints").iterdir()
+    assert verify(saved)["step"] >= 3
+    assert json.loads((saved / "trainer.json").read_text())["step"] == verify(saved)["step"]
