@@ -148,6 +148,7 @@ async def test_the_finish_reason_decides_check_79() -> None:
     parts, environment, _ = setting([Reply(outcome=0.0)], script=[[5, 6, 7, 8, 8, 8]])
     trajectory = await play(parts)
     assert trajectory.turns[0].finish_reason == "length"
+    assert (trajectory.status, trajectory.reward) == ("truncated", 0.0)
     assert environment.actions[0].finish_reason == "length"
     assert environment.actions[0].text == "5678"
     parts, _, _ = setting([], engine=Aborting(lambda request: []))

@@ -11,6 +11,7 @@ module itself imports none of it.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -82,9 +83,12 @@ class Codec:
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
             return self._encode(prompt)
-        if not isinstance(prompt, Sequence) or not all(isinstance(t, int) for t in prompt):
-            raise DataError(f"a prompt is text, token ids or chat messages, not {prompt!r:.80}")
-        return [int(token) for token in cast("Sequence[int]", prompt)]
+        try:
+            return [operator.index(token) for token in cast("Sequence[int]", prompt)]
+        except TypeError as error:
+            raise DataError(
+                f"a prompt is text, token ids or chat messages, not {prompt!r:.80}"
+            ) from error
 
     def _encode(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)

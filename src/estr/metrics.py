@@ -286,7 +286,9 @@ class MetricsWriter:
     off when the file is opened again. Each record is handed to the system as soon as it is written.
     """
 
-    def __init__(self, run_folder: str | Path, *, tensorboard: bool = True) -> None:
+    def __init__(
+        self, run_folder: str | Path, *, tensorboard: bool = True, from_step: int = 0
+    ) -> None:
         folder = Path(run_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
@@ -296,7 +298,9 @@ class MetricsWriter:
         if tensorboard:
             from tensorboardX import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            # A run that goes on from a step hides what TensorBoard has beyond it.
+            purge = {"purge_step": from_step + 1} if from_step else {}
+            self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
 
     def write(self, *, step: int, version: int, wall_s: float, values: Mapping[str, Any]) -> None:
         """One record: {"step", "version", "wall_s", and every metric under its own name}. wall_s:

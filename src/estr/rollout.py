@@ -144,7 +144,8 @@ async def _play(
     rollout_id: RolloutId,
     deadline_version: int,
 ) -> Status:
-    """Turns until the environment ends it ("ok") or a budget runs out ("truncated")."""
+    """Turns until the environment ends it ("ok"; "truncated" if its last turn was cut short by a
+    budget) or a budget runs out ("truncated")."""
     sampling, limits = setting.sampling, setting.limits
     prompt = await _limited(environment.start(), limits.step_timeout_s, "start")
     ids = setting.codec.encode_prompt(prompt)
@@ -176,7 +177,7 @@ async def _play(
         _check_reply(reply)
         if reply.observation is None:
             record.reply = reply
-            return "ok"
+            return "ok" if drawn.finish_reason == "stop" else "truncated"
         ids = setting.codec.encode_observation(reply.observation, int(drawn.token_ids[-1]))
         if ids:
             record.parts.append(Segment.context(ids))
@@ -218,7 +219,7 @@ def _score(
 ) -> tuple[float | None, Mapping[str, float], float | None]:
     """(outcome, rewards, reward): by the environment where it ended the rollout, by the task's rule
     for unfinished ones, nothing at all for failures."""
-    if status == "ok" and reply is not None:
+    if status in ("ok", "truncated") and reply is not None:
         rewards = dict(reply.rewards)
         reward = sum(rewards.values()) if rewards else reply.outcome
         return reply.outcome, rewards, reward if reply.outcome is not None else None

@@ -87,8 +87,8 @@ class _Processes:
         ]
 
     def gauges(self) -> dict[str, float]:
-        """Shares of wall time that the processes spent at work, of late."""
-        return {"engine_busy": self.engine.busy, "trainer_busy": self.trainer.busy}
+        """Shares of wall time that the processes spent at work since the last step."""
+        return {"engine_busy": self.engine.take_busy(), "trainer_busy": self.trainer.busy}
 
     async def close(self) -> None:
         await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
@@ -107,7 +107,8 @@ async def _train(recipe: Recipe, reporter: Reporter, runs: Path, resume: Path | 
         try:
             processes = await _Processes.start(model, recipe, store, folder.log)
             try:
-                with MetricsWriter(folder.path) as writer:
+                from_step = saved[1]["step"] if saved else 0
+                with MetricsWriter(folder.path, from_step=from_step) as writer:
                     loop = Loop(
                         recipe,
                         RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine"),

@@ -32,10 +32,9 @@ class EngineProcess:
 
     def __init__(self, worker: Worker, version: int) -> None:
         self.worker = worker
-        self.busy = 0.0
-        """Share of wall time at work, over the last second of `watch`."""
         self._version = version
-        self._seen = {"busy_s": 0.0, "wall_s": 0.0}
+        self._seen = self._told = {"busy_s": 0.0, "wall_s": 0.0}
+        self._share = 0.0
 
     @classmethod
     async def start(
@@ -88,10 +87,15 @@ class EngineProcess:
         """Runs until the process has died (WorkerDied) or has not answered for timeout_s
         (WorkerError): a hung engine is noticed even while nobody waits for one request only."""
         while True:
-            before = self._seen
             self._seen = await self.worker.call("statistics", timeout_s=timeout_s)
-            self.busy = busy_share(before, self._seen)
             await self.worker.alive(for_s=_WATCH_S)
+
+    def take_busy(self) -> float:
+        """Share of wall time at work since this was last asked, as far as `watch` has seen."""
+        if self._seen["wall_s"] > self._told["wall_s"]:
+            before, self._told = self._told, self._seen
+            self._share = busy_share(before, self._told)
+        return self._share
 
     async def close(self) -> None:
         await self.worker.close()
