@@ -519,3 +519,12 @@ def test_options_can_be_made_without_a_recipe():
     assert Recipe().eval == EvalOptions()
     with pytest.raises(ValueError, match="temperature"):
         SamplingOptions(temperature=0.0)
+
+
+@pytest.mark.parametrize(("s", "m", "p"), [(0, 2, 1), (0, 1, 2), (1, 2, 2), (3, 2, 4), (3, 4, 2)])
+def test_a_bound_that_cannot_hold_is_refused_and_one_more_is_enough(s: int, m: int, p: int) -> None:
+    """docs/the-loop.md, theorem 2: S >= M + P - 2, or a skipped update may stop everything."""
+    table = {"num_minibatches": m, "publish_every": p}
+    with pytest.raises(ConfigError, match=f"raise max_staleness to {s + 1}"):
+        recipe_from_table({**table, "max_staleness": s})
+    assert recipe_from_table({**table, "max_staleness": s + 1}).max_staleness == s + 1

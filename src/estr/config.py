@@ -11,7 +11,6 @@ Unknown keys are refused at every level, with the nearest known one. No torch is
 from __future__ import annotations
 
 import dataclasses
-import math
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -93,9 +92,9 @@ class Recipe:
         )
         require(self.max_staleness >= 0, f"max_staleness must be >= 0, not {self.max_staleness}")
         require(0 <= self.seed < 2**63, f"seed must be in [0, 2^63), not {self.seed}")
-        # Versions reach the engine after whole batches, so the oldest one that may serve the last
-        # mini-batch of a batch is this many steps behind it.
-        slack = math.ceil(self.publish_every / self.num_minibatches) * self.num_minibatches - 1
+        # The oldest version that may serve the last mini-batch of a batch is this many steps behind
+        # it; docs/the-loop.md, theorem 2.
+        slack = self.num_minibatches + self.publish_every - 2
         require(
             slack <= self.max_staleness,
             f"max_staleness = {self.max_staleness} cannot hold with num_minibatches = "

@@ -263,6 +263,11 @@ class Loop:
         self.step = result.step
         self._account_time()
         self.totals.merge(result.metrics)
+        if result.skipped:
+            self.reporter.message(
+                f"step {result.step} taught nothing and was skipped: within each of its groups all "
+                "outcomes are equal (advantages compare outcomes, whatever the shaped rewards)"
+            )
         row = {**result.metrics.to_row(), **self.gauges()}
         self.writer.write(step=result.step, version=result.version, wall_s=self.wall_s, values=row)
         self.reporter.stepped(result.step, result.version, self.wall_s, row)

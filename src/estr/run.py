@@ -183,6 +183,7 @@ def _hint(folder: RunFolder) -> str:
 def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float]) -> Summary:
     row = loop.totals.to_row()
     accuracies = [accuracy for _, accuracy, _ in loop.accuracies]
+    best = max(loop.accuracies, key=lambda entry: entry[2], default=None)
     tokens = int(row.get("eligible_tokens") or 0)
     return Summary(
         name=folder.path.name,
@@ -190,7 +191,7 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
         version=loop.version,
         start_accuracy=accuracies[0] if accuracies else None,
         final_accuracy=accuracies[-1] if accuracies else None,
-        best_accuracy=max(accuracies, default=None),
+        best_accuracy=None if best is None else best[1],
         wall_s=round(loop.wall_s, 3),
         tokens_per_s=round(tokens / loop.wall_s, 1) if loop.wall_s else 0.0,
         trained_tokens=tokens,

@@ -29,7 +29,8 @@ from .errors import ConfigError, DataError
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What came of a run. Accuracies are held-out (None: not measured); staleness is over the
+    """What came of a run. Accuracies are held-out (None: not measured); best_accuracy is that of
+    model/best, which has the highest lower end of its interval; staleness is over the
     trained trajectories; engine_busy and trainer_busy are shares of the training's wall time."""
 
     name: str
@@ -137,10 +138,6 @@ class RunFolder:
     @property
     def model_last(self) -> Path:
         return self.path / "model" / "last"
-
-    @property
-    def is_finished(self) -> bool:
-        return (self.path / "summary.json").exists()
 
     def write_summary(self, summary: Summary) -> None:
         aside = self.path / ".summary.json"

@@ -193,8 +193,8 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             raise NumericsError(
                 f"optimizer step {self.step}: loss {loss}, gradient norm {norm}; "
-                "the weights were left as they were. Lower trainer.lr, or look at the step's "
-                "log-ratios in metrics.jsonl"
+                "the weights were left as they were. Lower trainer.lr and go on from the last "
+                "checkpoint"
             )
         if trainable:
             for group in self.optimizer.param_groups:

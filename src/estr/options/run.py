@@ -76,7 +76,7 @@ class TrainerOptions:
     warmup_steps: int = 10
     """Optimizer steps over which the learning rate rises linearly from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "linear"
-    """What follows the warm-up; linear and cosine end at 0 on the last step."""
+    """What follows the warm-up; linear and cosine reach 0 after the last step."""
     grad_clip: float = 1.0
     """Bound on the global gradient norm; inf: none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
