@@ -195,9 +195,10 @@ def test_every_failure_counts_as_unsolved_and_is_named() -> None:
     results = [[1], [RuntimeError("tool")], [GraderError("grader")], [1], [0]]
     result = run(results, k=1, engine=ScriptedEngine(script))
     assert result.avg_at_k == pytest.approx(1 / 5)
-    assert result.failures == {"engine_error": 1, "env_error": 1, "grader_error": 1}
-    assert result.unscored == 3
-    assert set(result.errors) == set(result.failures)
+    broken = {"engine_error": 1, "env_error": 1, "grader_error": 1}
+    assert result.failures == {**broken, "truncated": 1}
+    assert result.unscored == 3, "the truncated one was graded"
+    assert set(result.errors) == set(broken)
 
 
 def test_an_engine_that_answers_nothing_is_no_accuracy_of_zero() -> None:
