@@ -35,20 +35,9 @@ from estr.run_folder import RunFolder
 from estr.subject import find_run, find_subject
 from estr.types import SamplingSettings
 from estr.weights import MemoryWeightStore
+from loop_parts import IdCodec
 
 STOP = 9
-
-
-class DigitCodec:
-    """Text is the token ids, written as digits."""
-
-    def encode_prompt(self, prompt) -> list[int]:
-        return [int(c) for c in prompt]
-
-    encode_observation = encode_prompt
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return "".join(str(t) for t in token_ids)
 
 
 class ScriptedTask:
@@ -78,7 +67,7 @@ def setting(results, engine=None, timeout_s: float = 30.0) -> RolloutSetting:
     return RolloutSetting(
         engine or ScriptedEngine(lambda request: [1, 2, STOP], version=7),
         ScriptedTask(results),
-        DigitCodec(),
+        IdCodec(),
         SamplingSettings(max_new_tokens=8, max_tokens=64, stop_token_ids=(STOP,)),
         RolloutOptions(timeout_s=timeout_s),
         split="test",

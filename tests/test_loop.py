@@ -148,6 +148,23 @@ async def test_failed_groups_are_issued_again_check_114(tmp_path: Path) -> None:
     assert messages.texts == ["group 1 (problem 1) failed: no gold"]
 
 
+async def test_a_problem_that_always_fails_is_given_up_aloud(tmp_path: Path) -> None:
+    coin = itertools.cycle([1.0, 0.0])
+
+    def make(index: int) -> ScriptedEnvironment:
+        broken = index == 1
+        return ScriptedEnvironment(
+            "12", [GraderError("no gold") if broken else Reply(outcome=next(coin))]
+        )
+
+    messages = Messages()
+    loop, trainer = build(tmp_path, recipe(steps=8), task=CoinTask(make=make), reporter=messages)
+    await finish(loop)
+    assert trainer.step == 8
+    assert messages.texts[-1] == "problem 1 is given up: 3 groups of it failed"
+    assert loop.totals.to_row()["abandoned_problems"] == 1
+
+
 async def test_an_engine_that_always_fails_stops_the_run(tmp_path: Path) -> None:
     def script(request: Request) -> list[int]:
         raise EngineError("logits are NaN")

@@ -11,7 +11,7 @@ import pytest
 
 from estr.engine import Request, ScriptedEngine
 from estr.environment import Reply, ScriptedEnvironment
-from estr.errors import EngineError, GraderError, WorkerDied
+from estr.errors import EngineError, EngineTimeout, GraderError, WorkerDied
 from estr.options.run import RolloutOptions
 from estr.rollout import RolloutSetting, run_rollout
 from estr.types import RolloutId, SamplingSettings, Segment, Trajectory
@@ -125,7 +125,9 @@ async def test_failures_are_statuses_without_reward(
     assert closed == [1]
 
 
-@pytest.mark.parametrize("failure", [EngineError("NaN"), WorkerDied("killed")])
+@pytest.mark.parametrize(
+    "failure", [EngineError("NaN"), EngineTimeout("no answer"), WorkerDied("killed")]
+)
 async def test_engine_failures_are_engine_errors(failure: Exception) -> None:
     def script(request: Request) -> list[int]:
         raise failure

@@ -217,6 +217,11 @@ class Loop:
         errors = [t.error for t in trajectories if t.error]
         reason = errors[0] if errors else "fewer than two members were scored"
         self.reporter.message(f"group {group.id} (problem {group.problem}) failed: {reason}")
+        if group.issue + 1 >= self.groups.max_issues:
+            self.totals.add_sum("abandoned_problems", 1.0)
+            self.reporter.message(
+                f"problem {group.problem} is given up: {self.groups.max_issues} groups of it failed"
+            )
         if self._failed_in_a_row >= self.recipe.rollout.max_failed_groups:
             raise EngineError(
                 f"{self._failed_in_a_row} groups in a row failed "

@@ -23,7 +23,7 @@ import numpy as np
 
 from .engine import Engine, Request
 from .environment import Action, Environment, Prompt, Reply, Task
-from .errors import EngineError, EngineTimeout, EnvError, GraderError, WorkerError
+from .errors import EngineError, EnvError, GraderError, WorkerError
 from .options.run import RolloutOptions
 from .types import RolloutId, SamplingSettings, Segment, Status, Trajectory, Turn
 
@@ -99,7 +99,7 @@ async def run_rollout(
                 status = await _play(setting, environment, record, rollout_id, deadline_version)
         finally:
             await _limited(environment.close(), setting.limits.step_timeout_s, "close")
-    except (TimeoutError, EngineTimeout):
+    except TimeoutError:
         status = "timeout"
         error = f"no end within rollout.timeout_s = {setting.limits.timeout_s:g} s"
     except (EngineError, WorkerError) as failure:
