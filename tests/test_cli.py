@@ -18,12 +18,14 @@ from click.testing import CliRunner, Result
 import estr
 from estr import warmstart
 from estr.check import check_recipe
-from estr.cli import BENCHMARKS, _Commands, cli, find_recipe
+from estr.cli import _Commands, cli
+from estr.cli.bench import BENCHMARKS
+from estr.cli.options import find_recipe
 from estr.config import load_recipe, recipe_from_table
 from estr.environment import Reply, ScriptedEnvironment
 from estr.environments.calculator import CalculatorOptions, CalculatorTask
 from estr.errors import ConfigError, EngineError, EstrError, Interrupted
-from estr.evaluate import evaluate_model
+from estr.evaluation import evaluate_model
 from estr.models import load_model, save_model
 from estr.run_folder import RunFolder
 from estr.subject import stamp_version
@@ -112,10 +114,9 @@ def test_the_exported_names_exist_in_any_order() -> None:
         assert getattr(estr, name) is not None
     assert set(estr.__all__) <= set(dir(estr))
     assert estr.__version__ == run("--version").output.split()[-1]
-    assert callable(estr.evaluate), "the module and the call share a name"
-    assert estr.evaluate.pass_at_k(4, 1, 2) == 0.5
-    with pytest.raises(AttributeError, match="has no attribute 'evaluation'"):
-        _ = estr.evaluation
+    assert estr.evaluate is evaluate_model
+    with pytest.raises(AttributeError, match="has no attribute 'evalute'"):
+        _ = estr.evalute
 
 
 # -- errors -------------------------------------------------------------------------------------

@@ -17,7 +17,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from estr.cli import cli, find_recipe
+from estr.cli import cli
+from estr.cli.options import find_recipe
 from estr.config import Recipe, load_recipe, recipe_from_table
 from estr.models import resolve_model
 from estr.run_folder import RunFolder

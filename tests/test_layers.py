@@ -39,7 +39,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "guard",
         "warmstart",
         "subject",
-        "evaluate",
+        "evaluation",
         "evaluator_process",
     ),
     ("progress", "loop", "run", "replay", "report", "lab", "bench", "display", "check"),

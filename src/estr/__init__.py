@@ -16,15 +16,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from . import corrections, losses
     from .config import Recipe, load_recipe
-    from .evaluate import evaluate_model as evaluate
+    from .evaluation import evaluate_model as evaluate
     from .run import train
 
     __version__: str
 
 __all__ = ["Recipe", "__version__", "corrections", "evaluate", "load_recipe", "losses", "train"]
 
-_HOMES = {"Recipe": "config", "load_recipe": "config", "train": "run"}
-_MODULES = ("corrections", "evaluate", "losses")
+_HOMES = {
+    "Recipe": ("config", "Recipe"),
+    "evaluate": ("evaluation", "evaluate_model"),
+    "load_recipe": ("config", "load_recipe"),
+    "train": ("run", "train"),
+}
+_MODULES = ("corrections", "losses")
 
 
 def __getattr__(name: str) -> Any:
@@ -32,7 +37,8 @@ def __getattr__(name: str) -> Any:
     import importlib.metadata
 
     if name in _HOMES:
-        return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+        module, attribute = _HOMES[name]
+        return getattr(importlib.import_module(f".{module}", __name__), attribute)
     if name in _MODULES:
         return importlib.import_module(f".{name}", __name__)
     if name == "__version__":

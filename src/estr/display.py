@@ -29,7 +29,7 @@ from .progress import Row
 
 if TYPE_CHECKING:
     from .config import Recipe
-    from .evaluate import EvalResult
+    from .evaluation import EvalResult
     from .run_folder import RunFolder, Summary
     from .types import Trajectory
 

@@ -1,5 +1,5 @@
 """An evaluator in a low-priority process of its own: the controller's end of
-`estr.evaluate.EvaluatorHost`."""
+`estr.evaluation.EvaluatorHost`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .weights import WeightStore
 from .worker import Worker
 
 if TYPE_CHECKING:
-    from .evaluate import EvalResult
+    from .evaluation import EvalResult
 
 _NICE = 10
 _TIMEOUT_S = 3600.0
@@ -31,7 +31,7 @@ class EvaluatorProcess:
         """Spawn it on the model in `folder`."""
         worker = await Worker.start(
             "evaluator",
-            "estr.evaluate:EvaluatorHost",
+            "estr.evaluation:EvaluatorHost",
             {"folder": folder, "recipe": recipe, "store": store},
             threads=1,
             nice=_NICE,

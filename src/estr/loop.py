@@ -40,7 +40,7 @@ from .weights import WeightStore
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoints
-    from .evaluate import EvalResult
+    from .evaluation import EvalResult
     from .metrics import MetricsWriter
     from .trainer import StepResult
     from .trainer_process import TrainerClient

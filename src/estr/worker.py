@@ -305,11 +305,19 @@ def _end_with_parent(parent: int) -> None:
     os._exit(3)
 
 
+def _lower_priority(nice: int) -> None:
+    """Below the others, also where Linux weighs whole sessions against each other (autogroup):
+    this process has a session of its own, within which its own niceness counts for nothing."""
+    os.nice(nice)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(nice))
+
+
 def main(argv: list[str]) -> None:
     """Entry of the spawned process: `python -m estr.worker FD NICE`."""
     fd, nice = int(argv[0]), int(argv[1])
     if nice:
-        os.nice(nice)
+        _lower_priority(nice)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     channel = _Channel(socket.socket(fileno=fd))
     try:

@@ -14,13 +14,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -247,7 +245,7 @@ def evaluate_model(
     overrides: Sequence[str] = (),
     runs: Path = Path("runs"),
 ) -> EvalResult:
-    """Evaluate a run or a model on a task, in this process; also callable as `estr.evaluate`.
+    """Evaluate a run or a model on a task, in this process; exported as `estr.evaluate`.
 
     source: a run folder, the name of a run under `runs`, "builtin", or a model folder. weights:
     which ones of a run. What is left out comes from the run's recipe, for a model from the default
@@ -352,13 +350,3 @@ class EvaluatorHost:
 
         stamp_version(self._model, self._setting.engine.version)
         save_model(self._model, load_tokenizer(self._folder), folder)
-
-
-class _CallableModule(ModuleType):
-    """`estr.evaluate(...)` works although `estr.evaluate` is also this module."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> EvalResult:
-        return evaluate_model(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableModule

@@ -20,7 +20,7 @@ from estr.config import recipe_from_table
 from estr.engine import Request, ScriptedEngine
 from estr.environment import Environment, Reply, ScriptedEnvironment
 from estr.errors import ConfigError, DataError, EngineError, GraderError, WeightsError
-from estr.evaluate import (
+from estr.evaluation import (
     EVALUATION_RUNS,
     EvaluatorHost,
     bootstrap_intervals,

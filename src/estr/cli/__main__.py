@@ -1,0 +1,5 @@
+"""`python -m estr.cli`."""
+
+from . import main
+
+main()

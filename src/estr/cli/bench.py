@@ -1,0 +1,43 @@
+"""`estr bench`: the speed of one part."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ..errors import ConfigError
+
+BENCHMARKS = {
+    "engine": "estr.bench.engine",
+    "trainer": "estr.bench.trainer",
+    "async": "estr.bench.async_loop",
+    "recording": "estr.bench.recording",
+}
+"""What `estr bench` knows: name -> the module with run(quick) -> dict."""
+
+
+@click.command()
+@click.argument("name", metavar="NAME")
+@click.option("--quick", is_flag=True, help="Less of everything; the figures mean less, too.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def bench(name: str, quick: bool, as_json: bool) -> None:
+    """Measure the speed of one part.
+
+    NAME is engine, trainer, async or recording. Figures are of this machine and are printed only;
+    redirect the output of --json to keep them.
+
+    \b
+    Example:
+      estr bench engine --quick --json
+    """
+    import importlib
+
+    if name not in BENCHMARKS:
+        raise ConfigError(f"there is no benchmark {name!r}; known: {', '.join(BENCHMARKS)}")
+    figures = importlib.import_module(BENCHMARKS[name]).run(quick)
+    if as_json:
+        click.echo(json.dumps(figures))
+        return
+    for key, value in figures.items():
+        click.echo(f"{key:<16} {value if isinstance(value, str) else json.dumps(value)}")

@@ -1,0 +1,53 @@
+"""`estr train`: a recipe in, a run folder out."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from ..errors import ConfigError
+from .options import find_recipe, run_folder, runs_option, set_option
+
+
+@click.command()
+@click.argument("recipe", required=False)
+@set_option
+@click.option("--resume", metavar="RUN", help="Go on with this run, from its last checkpoint.")
+@runs_option
+@click.option("--live/--plain", default=None, help="Display; by default live on a terminal only.")
+def train(
+    recipe: str | None,
+    overrides: tuple[str, ...],
+    resume: str | None,
+    runs: Path,
+    live: bool | None,
+) -> None:
+    """Train a model.
+
+    RECIPE is a TOML file or the name of a shipped recipe. Without one, the built-in model learns
+    the built-in calculator task on this machine, in a few minutes. The result is a run folder,
+    runs/NAME: summary.json, metrics.jsonl, the model.
+
+    \b
+    Examples:
+      estr train
+      estr train recipes/calculator.toml --set max_staleness=0
+      estr train --resume runs/calculator
+    """
+    from ..config import load_recipe
+
+    if resume is None:
+        file, folder = find_recipe(recipe), None
+    elif recipe is None:
+        folder = run_folder(resume, runs)
+        file = folder / "config.toml"
+    else:
+        raise ConfigError("--resume goes on with the run's own recipe; give either it or RECIPE")
+    resolved = load_recipe(file, overrides)
+    from ..display import reporter_for
+    from ..run import train as train_recipe
+
+    with reporter_for(sys.stdout, live=live) as reporter:
+        train_recipe(resolved, reporter=reporter, runs=runs, resume=folder)
