@@ -16,13 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import shutil
 import statistics
+import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +49,11 @@ def run(quick: bool = False, config: Path = CONFIG) -> dict[str, Any]:
     table = _read(config)
     measure = table["measure"]
     if quick:
-        measure = {"steps": 10, "warmup_steps": 4, "repeats": 1}
-    regimes = {
-        name: asyncio.run(_measure_regime(_recipe(table["recipe"], regime, measure), measure))
-        for name, regime in table["regime"].items()
-    }
+        measure = {"steps": 8, "warmup_steps": 3, "repeats": 1}
+    regimes = {}
+    for name, regime in table["regime"].items():
+        recipe = _recipe(table["recipe"], regime, measure)
+        regimes[name] = asyncio.run(_measure_regime(name, recipe, measure))
     return {
         "name": "async",
         "ratio": min(r["async_over_bound"] for r in regimes.values()),
@@ -82,28 +82,42 @@ def _recipe(base: dict[str, Any], regime: dict[str, Any], measure: dict[str, Any
     return recipe_from_table({**merged, "steps": measure["steps"]})
 
 
-async def _measure_regime(recipe: Recipe, measure: dict[str, Any]) -> dict[str, float]:
-    two = dataclasses.replace(
+async def _measure_regime(name: str, recipe: Recipe, measure: dict[str, Any]) -> dict[str, Any]:
+    """Every kind in turn, again and again, with processes that stay up: the machine's own speed
+    wanders, so only what was measured side by side is compared."""
+    two_threads = dataclasses.replace(
         recipe,
-        max_staleness=0,
         engine=dataclasses.replace(recipe.engine, threads=2),
         trainer=dataclasses.replace(recipe.trainer, threads=2),
     )
-    loops = {"sync": dataclasses.replace(recipe, max_staleness=0), "sync_two": two, "async": recipe}
-    found: dict[str, list[float]] = {}
-    for _ in range(measure["repeats"]):
-        for name, value in (await _measure_alone(recipe, measure)).items():
-            found.setdefault(name, []).append(value)
-        for name, its in loops.items():
-            found.setdefault(name, []).append(await _measure_loop(its, measure))
-    rates = {f"{name}_tokens_per_s": statistics.median(v) for name, v in found.items()}
-    bound = min(rates["generation_tokens_per_s"], rates["training_tokens_per_s"])
-    sync = max(rates["sync_tokens_per_s"], rates["sync_two_tokens_per_s"])
+    sync = {"max_staleness": 0}
+    rounds: list[dict[str, float]] = []
+    async with _bench(recipe) as one, _bench(two_threads) as two:
+        for number in range(1, measure["repeats"] + 1):
+            rates = {
+                **await one.alone(measure),
+                "async": await one.loop(recipe, measure),
+                "sync": await one.loop(dataclasses.replace(recipe, **sync), measure),
+                "sync_two": await two.loop(dataclasses.replace(two_threads, **sync), measure),
+            }
+            rounds.append(rates)
+            told = ", ".join(f"{kind} {rate:,.0f}" for kind, rate in rates.items())
+            print(f"{name}, round {number}, tokens/s: {told}", file=sys.stderr, flush=True)
+    return _summary(rounds)
+
+
+def _summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
+    """Medians of the rates, and of the ratios taken within each round."""
+    bounds = [min(r["generation"], r["training"]) for r in rounds]
+    ratios = [r["async"] / bound for r, bound in zip(rounds, bounds, strict=True)]
+    speedups = [r["async"] / max(r["sync"], r["sync_two"]) for r in rounds]
     return {
-        **rates,
-        "bound_tokens_per_s": bound,
-        "async_over_bound": rates["async_tokens_per_s"] / bound,
-        "speedup": rates["async_tokens_per_s"] / sync,
+        **{f"{k}_tokens_per_s": statistics.median(r[k] for r in rounds) for k in rounds[0]},
+        "bound_tokens_per_s": statistics.median(bounds),
+        "async_over_bound": statistics.median(ratios),
+        "async_over_bound_each": [round(ratio, 3) for ratio in ratios],
+        "speedup": statistics.median(speedups),
+        "speedup_each": [round(speedup, 3) for speedup in speedups],
     }
 
 
@@ -122,52 +136,61 @@ class _Clock(SilentReporter):
         return float(tokens / (self.steps[-1][0] - start_s))
 
 
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    memory = Path("/dev/shm")
-    folder = Path(tempfile.mkdtemp(dir=memory if memory.is_dir() else None))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-async def _measure_loop(recipe: Recipe, measure: dict[str, Any]) -> float:
-    """Trained tokens per second of a loop after its first steps."""
+@asynccontextmanager
+async def _bench(recipe: Recipe) -> AsyncIterator[_Bench]:
+    """Engine and trainer of a recipe, and a state of the trainer to begin every measurement at."""
     model = resolve_model(recipe.model)
-    task, codec, sampling = resolve_play(model, recipe, temperature=1.0)
-    clock = _Clock()
-    with _scratch() as folder, MetricsWriter(folder / "run", tensorboard=False) as writer:
+    memory = Path("/dev/shm")
+    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
+        folder = Path(scratch)
         store = FileWeightStore(folder / "weights", keep=recipe.max_staleness + 2)
-        engine = await EngineProcess.start(model, recipe.engine)
-        trainer = await TrainerProcess.start(model, recipe, store)
+        engine, trainer = await asyncio.gather(
+            EngineProcess.start(model, recipe.engine), TrainerProcess.start(model, recipe, store)
+        )
         try:
-            await engine.load(await trainer.publish(), store, recipe.kv)
-            setting = RolloutSetting(engine, task, codec, sampling, recipe.rollout)
-            await Loop(recipe, setting, trainer, store, reporter=clock, writer=writer).run()
+            (folder / "start").mkdir()
+            await trainer.save(folder / "start")
+            play = resolve_play(model, recipe, temperature=1.0)
+            setting = RolloutSetting(engine, *play, recipe.rollout)
+            yield _Bench(recipe, setting, engine, trainer, store, folder)
         finally:
             await asyncio.gather(engine.close(), trainer.close())
-    return clock.tokens_per_s(measure["warmup_steps"])
 
 
-async def _measure_alone(recipe: Recipe, measure: dict[str, Any]) -> dict[str, float]:
-    """Tokens per second of generation and of training, one after the other."""
-    model = resolve_model(recipe.model)
-    task, codec, sampling = resolve_play(model, recipe, temperature=1.0)
-    with _scratch() as folder:
-        store = FileWeightStore(folder, keep=2)
-        engine = await EngineProcess.start(model, recipe.engine)
-        try:
-            setting = RolloutSetting(engine, task, codec, sampling, recipe.rollout)
-            groups, generation = await _generate(recipe, setting, measure)
-        finally:
-            await engine.close()
-        trainer = await TrainerProcess.start(model, recipe, store)
-        try:
-            training = await _train(recipe, trainer, groups, measure)
-        finally:
-            await trainer.close()
-    return {"generation": generation, "training": training}
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Bench:
+    """Processes that stay up between measurements."""
+
+    recipe: Recipe
+    setting: RolloutSetting
+    engine: EngineProcess
+    trainer: TrainerProcess
+    store: FileWeightStore
+    folder: Path
+
+    async def reset(self) -> None:
+        """Weights, optimizer and counters as at the start, in trainer and engine."""
+        await self.trainer.restore(self.folder / "start")
+        await self.engine.load(await self.trainer.publish(), self.store, self.recipe.kv)
+
+    async def loop(self, recipe: Recipe, measure: dict[str, Any]) -> float:
+        """Trained tokens per second of a loop after its first steps."""
+        await self.reset()
+        clock = _Clock()
+        with (
+            tempfile.TemporaryDirectory(dir=self.folder) as run,
+            MetricsWriter(run, tensorboard=False) as writer,
+        ):
+            trainer, store = self.trainer, self.store
+            await Loop(recipe, self.setting, trainer, store, reporter=clock, writer=writer).run()
+        return clock.tokens_per_s(measure["warmup_steps"])
+
+    async def alone(self, measure: dict[str, Any]) -> dict[str, float]:
+        """Tokens per second of generation and of training, one after the other."""
+        await self.reset()
+        groups, generation = await _generate(self.recipe, self.setting, measure)
+        training = await _train(self.recipe, self.trainer, groups, measure)
+        return {"generation": generation, "training": training}
 
 
 async def _generate(
