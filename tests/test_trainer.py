@@ -16,6 +16,7 @@ from estr.engines.local import LocalEngine
 from estr.errors import CheckpointError, NumericsError
 from estr.heads import Head
 from estr.options.run import TrainerOptions
+from estr.rollout_state import SegmentPool
 from estr.trainer import Trainer, learning_rate
 from estr.types import RolloutId, SamplingSettings, Segment
 from estr.weights import MemoryWeightStore
@@ -170,7 +171,7 @@ async def _write(checkpoints: Checkpoints, own: Trainer, step: int) -> Path:
     async def save(folder: Path) -> None:
         save_trainer(own, folder)
 
-    return await checkpoints.write(step, {"step": step}, save)
+    return await checkpoints.write(step, {"step": step}, SegmentPool().columns(), save)
 
 
 async def test_a_torn_checkpoint_is_named_and_the_previous_one_used_check_123(
