@@ -25,6 +25,7 @@ SMALL = [
     "eval.every=0",
     "eval.final_problems=4",
     "checkpoint.every_steps=3",
+    "checkpoint.keep=9",
     "deterministic=true",
     "task={name='calculator', latency_mean_s=0.02, latency_min_s=0.001, latency_max_s=0.1}",
 ]
@@ -65,8 +66,8 @@ def test_a_replay_that_is_killed_twice_is_equal_to_the_bit(recorded: Path) -> No
 
 def test_rollouts_in_flight_are_gone_on_with(recorded: Path) -> None:
     checkpoints = sorted((recorded / "checkpoints").glob("step-*"))
-    state = json.loads((checkpoints[0] / "state.json").read_text())
-    members = [m for group in state["members"].values() for m in group]
+    states = [json.loads((path / "state.json").read_text()) for path in checkpoints]
+    members = [m for state in states for group in state["members"].values() for m in group]
     growing = [m["state"] for m in members if m["state"] is not None]
     assert any(state["drawn"] is not None for state in growing), "half a turn was saved"
     assert any(state["replies"] for state in growing), "and whole turns with their answers"
