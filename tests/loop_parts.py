@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from estr.buffer import StepResult
 from estr.config import Recipe, recipe_from_table
 from estr.diagnostics import trajectory_diagnostics
 from estr.engine import Engine, ScriptedEngine
@@ -19,7 +20,6 @@ from estr.loop import Loop
 from estr.metrics import MetricsWriter
 from estr.progress import SilentReporter
 from estr.rollout import RolloutSetting
-from estr.trainer import StepResult
 from estr.types import SamplingSettings
 from estr.weights import MemoryWeightStore
 

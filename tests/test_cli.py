@@ -30,7 +30,7 @@ from estr.models import load_model, save_model
 from estr.run_folder import RunFolder
 from estr.subject import stamp_version
 
-COMMANDS = ["train", "eval", "sample", "check", "bench", "warmstart"]
+COMMANDS = ["train", "eval", "sample", "check", "runs", "bench", "warmstart"]
 
 
 def run(*arguments: object) -> Result:

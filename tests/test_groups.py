@@ -449,34 +449,56 @@ def mixed_accounts() -> Groups:
     return groups
 
 
-def test_a_snapshot_survives_json_and_its_groups_are_dispatched_again_under_their_ids() -> None:
+def test_a_snapshot_survives_json_and_every_group_is_as_it_was() -> None:
     groups = mixed_accounts()
     text = json.dumps(groups.snapshot(1))
     resumed = Groups(1, 4, steps=9)
-    resumed.restore(json.loads(text))
-    assert json.dumps(resumed.snapshot(1)) == text
+    assert resumed.restore(json.loads(text)) is True
+    found = [(g.id, g.problem, g.state, g.dispatch_version, g.deadline) for g in resumed]
+    assert found == [
+        (1, 1, "finished", 0, 4),
+        (2, 10, "running", 1, 5),
+        (3, 11, "running", 1, 5),  # it was pending
+    ]
+    assert [(w.id, w.problem, w.issue) for w in resumed.waiting] == [(None, 12, 1)]
+    assert resumed.num_finished == 1
+    assert resumed.counters == groups.counters
+    assert [g.id for g in resumed.select()] == [1]
+    assert resumed.dispatch("task", 13, 1).id == 6
+
+
+def test_finished_groups_get_their_trajectories_back() -> None:
+    groups = mixed_accounts()
+    resumed = Groups(1, 4, steps=9)
+    resumed.restore(groups.snapshot(1), {1: ("one", "two")})  # type: ignore[dict-item]
+    assert resumed[1].trajectories == ("one", "two")
+    assert resumed[2].trajectories == ()
+
+
+@pytest.mark.parametrize(("groups_per_step", "max_staleness"), [(1, 1), (1, 0)])
+def test_under_a_smaller_bound_groups_wait_to_be_dispatched_anew(
+    groups_per_step: int, max_staleness: int
+) -> None:
+    resumed = Groups(groups_per_step, max_staleness, steps=9)
+    assert resumed.restore(mixed_accounts().snapshot(1)) is False
     assert len(resumed) == 0
+    assert [w.id for w in resumed.waiting] == [1, 2, 3, None]
     again = []
     while resumed.can_dispatch(1) and (group := resumed.reissue(1)) is not None:
-        again.append((group.id, group.problem, group.state, group.dispatch_version, group.issue))
-    assert again == [
-        (1, 1, "pending", 1, 0),
-        (2, 10, "pending", 1, 0),
-        (3, 11, "pending", 1, 0),
-        (6, 12, "pending", 1, 1),
-    ]
-    assert resumed.counters == groups.counters
-    assert resumed.dispatch("task", 13, 1).id == 7
+        again.append((group.id, group.problem, group.dispatch_version, group.issue))
+    assert again == [(1, 1, 1, 0), (2, 10, 1, 0), (3, 11, 1, 0)][: resumed.capacity]
+    assert len(resumed) == resumed.capacity
 
 
-def test_a_snapshot_can_be_resumed_under_a_smaller_bound() -> None:
-    groups = mixed_accounts()
-    resumed = Groups(1, 1, steps=9)
-    resumed.restore(groups.snapshot(1))
-    while resumed.can_dispatch(1):
-        assert resumed.reissue(1) is not None
-    assert len(resumed) == resumed.capacity == 2
-    assert len(resumed.waiting) == 2
+def test_a_smaller_staleness_that_still_holds_binds_old_groups_too() -> None:
+    groups = Groups(2, 4, steps=9)
+    groups.start(groups.dispatch("task", 0, 0))
+    resumed = Groups(2, 2, steps=9)
+    assert resumed.restore(groups.snapshot(0)) is True
+    assert resumed[0].deadline == 2
+    larger = Groups(2, 8, steps=9)
+    assert larger.restore(groups.snapshot(0)) is True
+    assert larger[0].deadline == 4, "a larger one does not make it younger"
 
 
 def test_a_snapshot_while_a_batch_is_with_the_trainer_is_refused() -> None:
@@ -505,7 +527,9 @@ def test_only_fresh_accounts_are_restored() -> None:
         {"waiting": [{"task": "task"}]},
         {"waiting": [{"task": "task", "problem": 1, "issue": 0, "id": 99}]},
         {"waiting": [{"task": "task", "problem": 1, "issue": 0, "id": -1}]},
-        {"waiting": [{"task": "task", "problem": 1, "issue": 0, "id": 2}] * 2},
+        {"waiting": [{"task": "task", "problem": 1, "issue": 0, "id": 2}]},
+        {"outstanding": [{"id": 1}]},
+        {"outstanding": "none"},
     ],
 )
 def test_a_malformed_snapshot_is_refused(damage: dict[str, object]) -> None:
@@ -548,7 +572,7 @@ def test_a_hundred_thousand_groups_leave_no_trace_but_their_count() -> None:
         groups.consume(groups.select(), groups.version)
     assert groups.counters["consumed"].total() == groups.next_id == 100_000
     assert list(groups) == list(groups.waiting) == []
-    assert len(json.dumps(groups.snapshot(6250))) < 200
+    assert len(json.dumps(groups.snapshot(6250))) < 220
 
 
 Rule = Callable[[Groups], Sequence[Group]]

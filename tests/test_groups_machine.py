@@ -209,15 +209,20 @@ class Loop(RuleBasedStateMachine):
                 self.groups.snapshot(self.trained)
             return
         snapshot = json.loads(json.dumps(self.groups.snapshot(self.trained)))
+        before = {
+            g.id: (
+                g.dispatch_version,
+                g.deadline,
+                "finished" if g.state == "finished" else "running",
+            )
+            for g in self.groups
+        }
         closed, self.groups = self.groups.closed, self.fresh()
-        self.groups.restore(snapshot)
-        assert self.groups.snapshot(self.trained) == snapshot
+        assert self.groups.restore(snapshot)
+        assert {g.id: (g.dispatch_version, g.deadline, g.state) for g in self.groups} == before
         if closed:
             self.groups.close()
-        assert [p.id for p in self.groups.waiting if p.id in self.outstanding] == list(
-            self.outstanding
-        )
-        self.outstanding = {}
+        self.outstanding = {g.id: g for g in self.groups}
         self.published = self.trained
         self.loaded = [self.trained] * 2
         self.problems_at_resume = self.problems

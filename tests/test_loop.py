@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from estr.checkpoint import Checkpoints
+from estr.checkpoint import Checkpoints, saved_columns
 from estr.engine import Request, ScriptedEngine
 from estr.environment import Reply, ScriptedEnvironment
 from estr.errors import EngineError, GraderError, Interrupted, Stalled
@@ -258,7 +258,7 @@ async def test_stop_saves_a_checkpoint_and_resume_trains_each_group_once(tmp_pat
     version = await second.restore(saved)
     second.store.publish(version, {})
     await again.engine.load(version, second.store, "recompute")
-    again.restore(state)
+    again.restore(state, saved_columns(saved))
     await finish(again)
     consumed = trainer.consumed + second.consumed
     assert again.step == 30

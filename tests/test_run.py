@@ -95,7 +95,7 @@ def test_a_run_goes_on_from_its_checkpoint(finished: Path, tmp_path: Path) -> No
     _, state, _ = Checkpoints(finished / "checkpoints").newest()
     assert state["step"] == 8
     before = read_metrics(finished / "metrics.jsonl").records
-    summary = train(recipe, resume=finished)
+    summary = train(recipe, resume=finished, accept_changes=True)
     after = read_metrics(finished / "metrics.jsonl").records
     assert summary.steps == 10
     assert after[: len(before)] == before

@@ -16,6 +16,7 @@ from estr.engines.local import LocalEngine
 from estr.errors import CheckpointError, NumericsError
 from estr.heads import Head
 from estr.options.run import TrainerOptions
+from estr.rollout_state import SegmentPool
 from estr.trainer import Trainer, learning_rate
 from estr.types import RolloutId, SamplingSettings, Segment
 from estr.weights import MemoryWeightStore
@@ -170,7 +171,7 @@ async def _write(checkpoints: Checkpoints, own: Trainer, step: int) -> Path:
     async def save(folder: Path) -> None:
         save_trainer(own, folder)
 
-    return await checkpoints.write(step, {"step": step}, save)
+    return await checkpoints.write(step, {"step": step}, SegmentPool().columns(), save)
 
 
 async def test_a_torn_checkpoint_is_named_and_the_previous_one_used_check_123(
@@ -198,7 +199,7 @@ async def test_a_save_that_fails_leaves_the_old_one_check_123(tmp_path: Path) ->
         raise OSError(28, "No space left on device")
 
     with pytest.raises(CheckpointError, match="No space left"):
-        await checkpoints.write(2, {"step": 2}, full_disk)
+        await checkpoints.write(2, {"step": 2}, SegmentPool().columns(), full_disk)
     assert verify(checkpoints.newest()[0]) == {"step": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
 

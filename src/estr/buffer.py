@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from .advantages import AdvantageKind, group_advantages
 from .errors import GroupsError, StalenessError, Stalled
 from .groups import Group, Groups
+from .metrics import Metrics
 from .types import SCORED_STATUSES, Trajectory
 
 MIN_SCORED = 2
@@ -35,6 +36,23 @@ class TrainingGroup:
     target_version: int
     trajectories: tuple[Trajectory, ...]
     advantages: tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What the trainer gives back of one optimizer step. target_version is the version that the
+    loss was taken at, version the one after the step (the same if it was skipped). digest: of the
+    weights, where this step's were published."""
+
+    step: int
+    target_version: int
+    version: int
+    metrics: Metrics
+    digest: str | None = None
+
+    @property
+    def skipped(self) -> bool:
+        return self.version == self.target_version
 
 
 class Buffer:
@@ -69,14 +87,17 @@ class Buffer:
         )
         self.groups.fail(group, lost.most_common(1)[0][0] if lost else "too_few_members")
 
-    def take(self, version: int, *, partial: bool = False) -> list[list[TrainingGroup]] | None:
+    def take(
+        self, version: int, *, partial: bool = False, only: Sequence[int] | None = None
+    ) -> list[list[TrainingGroup]] | None:
         """The mini-batches of the next batch, one for each optimizer step from `version` on, or
-        None while the trainer must wait. `partial` as in `Groups.select`.
+        None while the trainer must wait. `partial` as in `Groups.select`. only: exactly these
+        groups, as a replay wants them.
 
         Raises StalenessError, before anything is taken, if a trajectory holds a token that is too
         old for its step, older than its group's dispatch, or newer than the trainer.
         """
-        batch = self.groups.select(partial=partial)
+        batch = self.groups.select(partial=partial) if only is None else self.groups.named(only)
         if not batch:
             return None
         size = self.groups.groups_per_step
@@ -114,6 +135,17 @@ class Buffer:
                     if self._num_added > num_added:
                         limit.reschedule(clock.time() + timeout_s)
                 return True
+        except TimeoutError:
+            raise Stalled(self._who_waits(timeout_s)) from None
+
+    async def wait_for_groups(self, ids: Sequence[int], timeout_s: float) -> None:
+        """Wait until these groups are finished, at most timeout_s. Raises Stalled."""
+        wanted = set(ids)
+        try:
+            async with asyncio.timeout(timeout_s):
+                while wanted - {group.id for group in self.groups if group.state == "finished"}:
+                    self._changed.clear()
+                    await self._changed.wait()
         except TimeoutError:
             raise Stalled(self._who_waits(timeout_s)) from None
 

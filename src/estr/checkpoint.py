@@ -4,7 +4,8 @@
         model.safetensors       float32 master weights
         optimizer.safetensors   exp_avg, exp_avg_sq and step of every parameter
         trainer.json            step and version counters, learning-rate position
-        state.json              the controller's part: cursor, groups, evaluations
+        state.json              the controller's part: cursor, groups, members, evaluations
+        rollouts.safetensors    tokens of finished and of growing rollouts (estr.rollout_state)
         manifest.json           size and SHA-256 of all of these; written last
 
 An older checkpoint is deleted only after a newer one is complete.
@@ -23,22 +24,30 @@ from typing import TYPE_CHECKING, Any
 from .errors import CheckpointError
 
 if TYPE_CHECKING:
+    from .rollout_state import Columns
     from .trainer import Trainer
 
 _MANIFEST = "manifest.json"
 _ASIDE = ".writing-"
-_FILES = ("trainer.json", "state.json")
+_ROLLOUTS = "rollouts.safetensors"
+_FILES = ("trainer.json", "state.json", _ROLLOUTS)
 
 
 class Checkpoints:
     """The checkpoints folder of one run."""
 
-    def __init__(self, folder: Path, keep: int = 2) -> None:
+    def __init__(self, folder: Path, keep: int = 2, *, data: str = "") -> None:
+        """data: fingerprint of the training data, which every checkpoint keeps."""
         self.folder = folder
         self.keep = keep
+        self._data = data
 
     async def write(
-        self, step: int, state: dict[str, Any], save_trainer: Callable[[Path], Awaitable[None]]
+        self,
+        step: int,
+        state: dict[str, Any],
+        columns: Columns,
+        save_trainer: Callable[[Path], Awaitable[None]],
     ) -> Path:
         """Write one: `save_trainer(folder)` puts the trainer's files into the folder it is given.
 
@@ -50,7 +59,8 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             await save_trainer(aside)
-            _write_synced(aside / "state.json", json.dumps(state).encode())
+            _write_synced(aside / _ROLLOUTS, safetensors_bytes(columns))
+            _write_synced(aside / "state.json", json.dumps(state | {"data": self._data}).encode())
             manifest = {p.name: _fingerprint(p) for p in sorted(aside.iterdir())}
             _write_synced(aside / _MANIFEST, json.dumps(manifest, indent=1).encode())
             _sync_folder(aside)
@@ -85,6 +95,13 @@ class Checkpoints:
                 passed.append(str(error))
         detail = "".join(f"\n  {line}" for line in passed)
         raise CheckpointError(f"no usable checkpoint in {self.folder}; start the run anew{detail}")
+
+
+def saved_columns(folder: Path) -> Columns:
+    """The tokens that a whole checkpoint keeps."""
+    from safetensors.numpy import load_file
+
+    return dict(load_file(folder / _ROLLOUTS))
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -141,10 +158,19 @@ def restore_trainer(trainer: Trainer, folder: Path) -> None:
             for key, value in moments.items()
             if key.partition(".")[2] == name
         }
+        trainer.optimizer.state.pop(parameter, None)
         if state:
             # The step count stays where AdamW keeps it for a fused update: beside the parameter.
             trainer.optimizer.state[parameter] = state
     trainer.step, trainer.version = counters["step"], counters["version"]
+
+
+def safetensors_bytes(columns: Columns) -> bytes:
+    """Numpy columns as the bytes of a safetensors file."""
+    from safetensors.numpy import save
+
+    data: bytes = save(columns)
+    return data
 
 
 def _write_synced(path: Path, data: bytes) -> None:

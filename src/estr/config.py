@@ -69,6 +69,8 @@ class Recipe:
     """Switch weights under running requests; false: requests finish under the old ones first."""
     kv: typing.Literal["recompute", "keep"] = "recompute"
     """What becomes of running requests' key-value caches at a switch."""
+    deterministic: bool = False
+    """Keep a schedule that a replay can follow bit for bit on the same machine."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
@@ -100,6 +102,11 @@ class Recipe:
             f"max_staleness = {self.max_staleness} cannot hold with num_minibatches = "
             f"{self.num_minibatches} and publish_every = {self.publish_every}: tokens are up to "
             f"{slack} versions old by then; raise max_staleness to {slack} or lower those",
+        )
+        require(
+            not (self.deterministic and self.kv == "keep"),
+            "deterministic = true needs kv = 'recompute': a checkpoint drops the caches, and what "
+            "was kept in them of older versions could not be rebuilt",
         )
         require(
             self.sampling.max_new_tokens <= self.sampling.max_tokens,

@@ -34,7 +34,9 @@ class Request:
     token_ids: the whole history, int32 [n], n >= 1. first_position: how many tokens of the
     trajectory precede the first one to be drawn (all segments counted); the counter of the random
     numbers. deadline_version: the newest trainer version that may still consume this rollout.
-    max_new_tokens: the budget of this turn, at least 1.
+    max_new_tokens: the budget of this turn, at least 1. drawn: tokens of this very turn that an
+    engine drew before a checkpoint, from its snapshot; the answer begins with them, they count
+    against the budget, and the next one is drawn as if nothing had happened in between.
     """
 
     id: RolloutId
@@ -43,6 +45,7 @@ class Request:
     max_new_tokens: int
     first_position: int
     deadline_version: int = 0
+    drawn: Segment | None = None
 
 
 class Engine(Protocol):
@@ -120,14 +123,14 @@ class ScriptedEngine:
 
     async def _write(self, request: Request) -> Segment:
         self.num_requests += 1
-        tokens: list[int] = []
-        versions: list[int] = []
+        tokens: list[int] = [] if request.drawn is None else request.drawn.token_ids.tolist()
+        versions: list[int] = [] if request.drawn is None else request.drawn.versions.tolist()
         self._running[request.id] = (tokens, versions)
         finish: FinishReason = "length"
         try:
             while self.hang:
                 await asyncio.sleep(0.01)
-            for token in list(self._script(request))[: request.max_new_tokens]:
+            for token in list(self._script(request))[len(tokens) : request.max_new_tokens]:
                 await asyncio.sleep(self._token_s)
                 tokens.append(token)
                 versions.append(self._version)

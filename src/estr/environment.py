@@ -52,7 +52,8 @@ class Environment(Protocol):
     """One problem, used once. Methods are awaited with a time limit."""
 
     restorable: bool
-    """Does replaying the recorded replies into a new object restore it?"""
+    """Does a fresh object, played the same turns, give the same answers? A resume does that to
+    bring it to where a rollout stood; where False, the rollout begins anew."""
 
     async def start(self) -> Prompt:
         """The first thing that the model reads."""

@@ -14,6 +14,7 @@ EstrError
 |-- Stalled             nothing finished within the time limit; says who waits for whom
 |-- WorkerError         a spawned process raised something unexpected, or did not answer in time
 |   `-- WorkerDied      ... or ended without being asked to
+|-- ScheduleError       a replay parts from the schedule that it follows
 |-- Interrupted         the user asked the run to stop
 `-- CheckpointError     a checkpoint is absent, torn or foreign
 """
@@ -75,6 +76,10 @@ class WorkerError(EstrError):
 
 class WorkerDied(WorkerError):
     """A spawned process ended without being asked to."""
+
+
+class ScheduleError(EstrError):
+    """A replay parts from its schedule. The message names the first event that differs."""
 
 
 class Interrupted(EstrError):

@@ -71,8 +71,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A problem to be dispatched again: its group failed (id None: it gets a new one) or was
-    outstanding in the checkpoint that the run resumes from (it keeps its id)."""
+    """A problem to be dispatched again: its group failed (id None: it gets a new one), or was
+    outstanding in a checkpoint whose bounds the resumed run has changed (it keeps its id)."""
 
     task: str
     problem: int
@@ -81,6 +81,19 @@ class Waiting:
 
 
 Natural = Annotated[int, msgspec.Meta(ge=0)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """An outstanding group as a checkpoint keeps it. Its trajectories are kept elsewhere."""
+
+    id: Natural
+    task: str
+    problem: Natural
+    dispatch_version: Natural
+    deadline: Natural
+    issue: Natural
+    state: Literal["pending", "running", "finished"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +106,7 @@ class _Snapshot:
     num_abandoned: Natural
     counters: dict[State, dict[str, int]]
     waiting: list[Waiting]
+    outstanding: list[_Lease]
 
 
 class Groups:
@@ -303,6 +317,14 @@ class Groups:
         finished = (group for group in self if group.state == "finished")
         return sorted(finished, key=_urgency)[: self._batch_size(partial)]
 
+    def named(self, ids: Sequence[int]) -> list[Group]:
+        """The outstanding groups of these ids, in this order. Raises GroupsError for one that is
+        not finished; `consume` checks the bound."""
+        batch = [self[group_id] for group_id in ids]
+        for group in batch:
+            self._require(group, "finished")
+        return batch
+
     def ready(self, *, partial: bool = False) -> bool:
         """Would `select` give a batch? Costs the number of deadlines, not of groups."""
         size = self._batch_size(partial)
@@ -400,43 +422,81 @@ class Groups:
                 f"a batch is with the trainer: its weights are version {version}, the accounts "
                 f"stand at {self.version}; snapshot between two batches"
             )
-        outstanding = [Waiting(g.task, g.problem, g.issue, id=g.id) for g in self]
+        leases = [
+            _Lease(g.id, g.task, g.problem, g.dispatch_version, g.deadline, g.issue, g.state)  # type: ignore[arg-type]
+            for g in self
+        ]
         snapshot = _Snapshot(
             version=self.version,
             step=self.step,
             next_id=self.next_id,
             num_abandoned=self.num_abandoned,
             counters={state: dict(reasons) for state, reasons in self.counters.items()},
-            waiting=outstanding + list(self.waiting),
+            waiting=list(self.waiting),
+            outstanding=leases,
         )
         return dataclasses.asdict(snapshot)
 
-    def restore(self, snapshot: Mapping[str, Any]) -> None:
-        """Go on from `snapshot`, in accounts that nothing was dispatched from yet. What was
-        outstanding waits, under its old id, to be dispatched by `reissue`: through the ordinary
-        admission, so F holds even where B or S have changed since.
+    def restore(
+        self,
+        snapshot: Mapping[str, Any],
+        finished: Mapping[int, tuple[Trajectory, ...]] | None = None,
+    ) -> bool:
+        """Go on from `snapshot`, in accounts that nothing was dispatched from yet. True: every
+        outstanding group is as it was, lease, deadline and state (a pending one is running then,
+        as dispatch goes straight on to it). False: B or S have changed so that F would not hold;
+        all of them wait instead, under their old ids, to be dispatched anew by `reissue`.
+        finished: the trajectories of finished groups, by id.
 
         Raises CheckpointError if the snapshot is malformed, GroupsError in used accounts.
         """
         if self.next_id or self.step:
             raise GroupsError("only fresh accounts can be restored; build new Groups")
         try:
-            state = msgspec.convert(dict(snapshot), _Snapshot)
+            saved = msgspec.convert(dict(snapshot), _Snapshot)
         except msgspec.ValidationError as error:
             raise CheckpointError(f"the checkpoint's groups are malformed: {error}") from error
-        ids = [problem.id for problem in state.waiting if problem.id is not None]
-        if len(set(ids)) != len(ids) or any(not 0 <= i < state.next_id for i in ids):
+        ids = [p.id for p in saved.waiting if p.id is not None]
+        ids += [g.id for g in saved.outstanding]
+        if len(set(ids)) != len(ids) or any(not 0 <= i < saved.next_id for i in ids):
             raise CheckpointError(
-                f"the checkpoint's groups have ids {ids}; each must be below {state.next_id}, once"
+                f"the checkpoint's groups have ids {ids}; each must be below {saved.next_id}, once"
             )
-        self.version = state.version
-        self.step = state.step
-        self.next_id = state.next_id
-        self.num_abandoned = state.num_abandoned
-        for name, reasons in state.counters.items():
+        self.version = saved.version
+        self.step = saved.step
+        self.next_id = saved.next_id
+        self.num_abandoned = saved.num_abandoned
+        for name, reasons in saved.counters.items():
             self.counters[name] = Counter(reasons)
-        self.waiting.extend(state.waiting)
+        whole = self._take_back(saved.outstanding, finished or {})
+        if not whole:
+            self.waiting.extend(
+                Waiting(g.task, g.problem, g.issue, id=g.id) for g in saved.outstanding
+            )
+        self.waiting.extend(saved.waiting)
         self.on_change()
+        return whole
+
+    def _take_back(
+        self, leases: Sequence[_Lease], finished: Mapping[int, tuple[Trajectory, ...]]
+    ) -> bool:
+        """Restore leases as they were, if F holds with them under the S and B of these accounts."""
+        # A larger S must not make old groups younger than they are; a smaller one binds them.
+        deadlines = [min(g.deadline, g.dispatch_version + self.max_staleness) for g in leases]
+        self._by_deadline = Counter(deadlines)
+        if self._overfull(self.version, taken={}) is not None:
+            self._by_deadline = Counter()
+            return False
+        for lease, deadline in zip(leases, deadlines, strict=True):
+            group = Group(
+                lease.id, lease.task, lease.problem, lease.dispatch_version, deadline, lease.issue
+            )
+            group.state = "finished" if lease.state == "finished" else "running"
+            self._outstanding[group.id] = group
+            if group.state == "finished":
+                group.trajectories = finished.get(group.id, ())
+                self._finished[deadline] += 1
+        return True
 
 
 def _urgency(group: Group) -> tuple[int, int]:

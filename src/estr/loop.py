@@ -24,38 +24,28 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from .buffer import Buffer, TrainingGroup
+from .buffer import MIN_SCORED, Buffer, StepResult, TrainingGroup
 from .config import Recipe
 from .errors import EngineError, EstrError, Interrupted, WeightsError
+from .evaluations import Accuracy, Evaluations
 from .groups import Group, Groups
+from .members import Members, finished_trajectories, unpack_members
 from .metrics import Metrics
 from .progress import Reporter
-from .rollout import RolloutSetting, run_rollout
-from .types import SCORED_STATUSES, RolloutId, Trajectory
+from .rollout import RolloutSetting
+from .rollout_state import Columns, SegmentPool
+from .schedule import Position, Schedule
+from .types import RolloutId, Segment, Trajectory
 from .weights import WeightStore
 
 if TYPE_CHECKING:
     from .checkpoint import Checkpoints
     from .evaluation import EvalResult
     from .metrics import MetricsWriter
-    from .trainer import StepResult
     from .trainer_process import TrainerClient
-
-
-class EvaluatorClient(Protocol):
-    """What the loop asks of an evaluator."""
-
-    async def evaluate(self, version: int, num_problems: int) -> EvalResult:
-        """Held-out accuracy of a version that the store still has. Raises WeightsError if not."""
-        ...
-
-    async def export(self, folder: Path) -> None:
-        """The weights evaluated last as a Hugging Face folder."""
-        ...
 
 
 class Loop:
@@ -70,12 +60,13 @@ class Loop:
         *,
         reporter: Reporter,
         writer: MetricsWriter,
-        evaluator: EvaluatorClient | None = None,
+        evaluations: Evaluations | None = None,
         checkpoints: Checkpoints | None = None,
-        model_best: Path | None = None,
         watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
         gauges: Callable[[], dict[str, float]] = dict,
         stop: asyncio.Event | None = None,
+        schedule: Schedule | None = None,
+        engine_position: Callable[[], Position | None] = lambda: None,
     ) -> None:
         self.recipe = recipe
         self.setting = setting
@@ -84,11 +75,13 @@ class Loop:
         self.store = store
         self.reporter = reporter
         self.writer = writer
-        self.evaluator = evaluator
+        self.evaluations = evaluations or Evaluations(recipe.eval)
+        self.evaluations.on_result = self._evaluated
         self.checkpoints = checkpoints
-        self.model_best = model_best
         self.watchers = watchers
         self.gauges = gauges
+        self.schedule = schedule or Schedule()
+        self.engine_position = engine_position
         self.groups = Groups(
             groups_per_step=recipe.groups_per_step,
             max_staleness=recipe.max_staleness,
@@ -99,17 +92,18 @@ class Loop:
         self.step = 0
         self.version = 0
         self.totals = Metrics()
-        self.accuracies: list[tuple[int, float, float]] = []
-        """(version, held-out accuracy, lower end of its interval) of every evaluation."""
         self.wall_s = 0.0
         self._cursor = 0
         self._failed_in_a_row = 0
         self._clock = time.monotonic()
         self._saved_at = time.monotonic()
-        self._saved_step = 0
+        self._saved_step = -1
         self._stop = stop or asyncio.Event()
         self._woken = asyncio.Event()
         self._published = asyncio.Event()
+        self._loaded = asyncio.Event()
+        self._running = False
+        self._members = Members(recipe, setting, self.schedule, self.totals)
         self._tasks: asyncio.TaskGroup
         self._group_tasks: dict[int, asyncio.Task[None]] = {}
         self._evaluation: asyncio.Task[None] | None = None
@@ -120,8 +114,15 @@ class Loop:
         """Train to the last step, the end of the data, or stop(). Raises what went wrong, never an
         ExceptionGroup; Interrupted after stop(), with a checkpoint saved."""
         self._clock = self._saved_at = time.monotonic()
+        self._running = True
+        self.schedule.on_advance(self._woken.set)
         try:
+            if self.step == 0:
+                await self.checkpoint()  # whatever is killed from here on can be resumed
             async with asyncio.TaskGroup() as self._tasks:
+                for group in self.groups:
+                    if group.state == "running":
+                        self._start_group(group)
                 endless = [
                     self._spawn(self._dispatch_groups(), "dispatch"),
                     self._spawn(self._bring_versions(), "bring versions"),
@@ -135,7 +136,9 @@ class Loop:
         except BaseExceptionGroup as failures:
             raise _first(failures) from failures
         finally:
+            self._running = False
             self._account_time()
+        self._members.note_leftover()
         self.totals.add_sum("leftover_groups", len(self.groups))
         self.buffer.leftover()
         if self.stopping:
@@ -160,17 +163,37 @@ class Loop:
             self._woken.clear()
             while group := self._next_group():
                 self.groups.start(group)
-                task = self._spawn(self._run_group(group), f"group {group.id}")
-                self._group_tasks[group.id] = task
+                self._members.begin(group.id)
+                self._start_group(group)
             await self._woken.wait()
+
+    def _start_group(self, group: Group) -> None:
+        task = self._spawn(self._run_group(group), f"group {group.id}")
+        self._group_tasks[group.id] = task
 
     def _next_group(self) -> Group | None:
         """A new lease, if the steps left need one and F admits it at the engine's version."""
         version = self.engine.version
+        if self.schedule.replay is not None:
+            event = self.schedule.replay.next
+            if event is None or event["event"] != "dispatch":
+                return None
+            version = event["version"]
         if self.groups.remaining() == 0 or not self.groups.can_dispatch(version):
             return None
-        if again := self.groups.reissue(version):
-            return again
+        group = self.groups.reissue(version) or self._new_group(version)
+        if group is not None:
+            self.schedule.note(
+                "dispatch",
+                group=group.id,
+                problem=group.problem,
+                issue=group.issue,
+                version=version,
+            )
+        return group
+
+    def _new_group(self, version: int) -> Group | None:
+        """The next problem; at the end of the data None, and no more will come."""
         size = self.setting.task.size(self.setting.split)
         if size is not None and self._cursor >= size * self.recipe.epochs:
             if not self.groups.closed:
@@ -181,35 +204,19 @@ class Loop:
         return self.groups.dispatch(self.setting.task.name, problem, version)
 
     async def _run_group(self, group: Group) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            runs = [
-                tasks.create_task(self._run_member(group, index))
-                for index in range(self.recipe.group_size)
-            ]
-        trajectories = [run.result() for run in runs]
+        trajectories = await self._members.play(group)
+        scored = sum(t.reward is not None for t in trajectories)
+        if scored < MIN_SCORED:
+            await self.schedule.turn("fail", group=group.id)
         del self._group_tasks[group.id]
+        self._members.end(group.id)
         self.buffer.add(group.id, trajectories)
         if group.state == "finished":
             self._failed_in_a_row = 0
         else:
+            self.schedule.note("fail", group=group.id)
             self._note_failure(group, trajectories)
         self._woken.set()
-
-    async def _run_member(self, group: Group, index: int) -> Trajectory:
-        """One member; what engine, environment or grader failed at is tried again in a fresh
-        environment."""
-        for attempt in range(self.recipe.rollout.max_attempts):
-            trajectory = await run_rollout(
-                self.setting,
-                RolloutId(self.recipe.seed, group.id, index, attempt),
-                group.problem,
-                dispatch_version=group.dispatch_version,
-                deadline_version=group.deadline,
-            )
-            self.totals.add_sum(f"attempts/{trajectory.status}", 1.0)
-            if trajectory.status in SCORED_STATUSES:
-                break
-        return trajectory
 
     def _note_failure(self, group: Group, trajectories: list[Trajectory]) -> None:
         self._failed_in_a_row += 1
@@ -232,9 +239,12 @@ class Loop:
 
     async def _train_steps(self) -> None:
         while await self._batch_is_ready():
-            batch = self.buffer.take(self.version)
+            planned = self.schedule.upcoming("train")
+            only = None if planned is None else planned["groups"]
+            batch = self.buffer.take(self.version, only=only)
             if batch is None:
                 break
+            self.schedule.note("train", step=self.step, groups=[g.id for m in batch for g in m])
             self._woken.set()
             results = await self.trainer.train(batch)
             if skipped := sum(result.skipped for result in results):
@@ -253,9 +263,7 @@ class Loop:
         """Wait for a batch; False when there will be none, or on stop()."""
         if self.stopping or self.groups.done:
             return False
-        limits = self.recipe.rollout
-        patience_s = 2.0 * limits.timeout_s * limits.max_attempts
-        ready = asyncio.ensure_future(self.buffer.wait_for_batch(patience_s))
+        ready = asyncio.ensure_future(self._wait_for_batch())
         stop = asyncio.ensure_future(self._stop.wait())
         try:
             await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -263,6 +271,18 @@ class Loop:
         finally:
             ready.cancel()
             stop.cancel()
+
+    async def _wait_for_batch(self) -> bool:
+        limits = self.recipe.rollout
+        patience_s = 2.0 * limits.timeout_s * limits.max_attempts
+        if self.schedule.replay is None:
+            return await self.buffer.wait_for_batch(patience_s)
+        planned = self.schedule.upcoming("train")
+        if planned is None:
+            return False
+        await self.buffer.wait_for_groups(planned["groups"], patience_s)
+        await self.schedule.turn("train")
+        return True
 
     def _record(self, groups: list[TrainingGroup], result: StepResult) -> None:
         self.step = result.step
@@ -275,6 +295,16 @@ class Loop:
             )
         row = {**result.metrics.to_row(), **self.gauges()}
         self.writer.write(step=result.step, version=result.version, wall_s=self.wall_s, values=row)
+        self.schedule.note(
+            "step",
+            step=result.step,
+            version=result.version,
+            target=result.target_version,
+            loss=row.get("loss"),
+            grad_norm=row.get("grad_norm"),
+            lr=row.get("lr"),
+            weights=result.digest,
+        )
         self.reporter.stepped(result.step, result.version, self.wall_s, row)
         shown = groups[0].trajectories[0]
         ids = [int(t) for s in shown.segments for t in s.token_ids]
@@ -285,45 +315,56 @@ class Loop:
         while True:
             await self._published.wait()
             self._published.clear()
-            newest = self.store.latest()
-            if newest is not None and newest > self.engine.version:
-                await self.engine.load(newest, self.store, self.recipe.kv)
+            while (version := self._version_due()) is not None:
+                async with self._members.quiet():
+                    await self.engine.load(version, self.store, self.recipe.kv)
+                await self.schedule.turn("load", version=version)
+                self.schedule.note("load", version=version)
                 self._woken.set()
+                self._loaded.set()
 
-    # -- evaluation and checkpoints -----------------------------------------------------------
-
-    def _evaluate_if_due(self, steps: int) -> None:
-        every = self.recipe.eval.every
-        due = every > 0 and self.step % every < steps and self.step < self.recipe.steps
-        idle = self._evaluation is None or self._evaluation.done()
+    def _version_due(self) -> int | None:
+        """The version that the engine should have and has not; None: it is up to date."""
         newest = self.store.latest()
+        if newest is None or newest <= self.engine.version:
+            return None
+        if self.schedule.replay is None:
+            return newest
+        planned = self.schedule.upcoming("load")
+        return None if planned is None or planned["version"] > newest else planned["version"]
+
+    # -- evaluation ---------------------------------------------------------------------------
+
+    def _evaluate_if_due(self, steps_made: int) -> None:
+        newest = self.store.latest()
+        idle = self._evaluation is None or self._evaluation.done()
+        due = self.evaluations.due(self.step, steps_made, self.recipe.steps)
         if due and idle and newest is not None:
             self._evaluation = self._spawn(self._evaluate_beside(newest), "evaluate")
 
     async def _evaluate_beside(self, version: int) -> None:
         try:
-            await self.evaluate(version, self.recipe.eval.problems)
+            await self.evaluations.evaluate(version, self.recipe.eval.problems)
         except WeightsError as error:
             self.reporter.message(f"evaluation of version {version} left out: {error}")
 
-    async def evaluate(self, version: int, num_problems: int) -> float | None:
-        """Held-out accuracy of a version, recorded; the best one so far is exported."""
-        if self.evaluator is None:
-            return None
-        result = await self.evaluator.evaluate(version, num_problems)
-        accuracy, surely = float(result.avg_at_k), float(result.avg_interval[0])
-        # Evaluations differ in size, so the best one is that of the highest lower end.
-        best = max((lower for _, _, lower in self.accuracies), default=-1.0)
-        self.accuracies.append((version, accuracy, surely))
+    def _evaluated(self, version: int, result: EvalResult) -> None:
         self._account_time()
+        accuracy = float(result.avg_at_k)
         row = {"eval/accuracy": accuracy, "eval/problems": float(result.num_problems)}
         self.writer.write(step=self.step, version=version, wall_s=self.wall_s, values=row)
         self.reporter.evaluated(version, accuracy, result.num_problems)
-        if surely > best and self.model_best is not None:
-            await self.evaluator.export(self.model_best)
-        return accuracy
+
+    # -- checkpoints --------------------------------------------------------------------------
 
     async def _checkpoint_if_due(self) -> None:
+        if self.schedule.replay is not None:
+            while (planned := self.schedule.upcoming("train", "checkpoint")) is not None:
+                if planned["event"] == "train":
+                    return
+                await self.schedule.turn("checkpoint")
+                await self.checkpoint()
+            return
         options = self.recipe.checkpoint
         steps = self.step - self._saved_step
         by_steps = options.every_steps > 0 and steps >= options.every_steps
@@ -331,33 +372,67 @@ class Loop:
             await self.checkpoint()
 
     async def checkpoint(self) -> None:
-        """Save the whole state now, between two optimizer steps."""
-        if self.checkpoints is None or (self._saved_step == self.step and self.step > 0):
+        """Save the whole state now, between two optimizer steps. In a deterministic run it is an
+        event of its own: the engine is brought to the trainer's version and rebuilds its caches,
+        as it would after a resume."""
+        if self.checkpoints is None or self._saved_step == self.step:
             return
-        await self.checkpoints.write(self.step, self.state(), self.trainer.save)
+        drawn: dict[RolloutId, Segment] = {}
+        if self._running:
+            self.schedule.note("checkpoint", step=self.step)
+            if self.schedule.deterministic and self.step:
+                await self._load_now(await self.trainer.publish())
+            drawn = await self.engine.snapshot()
+        # No await between the snapshot and this: what the engine had drawn and what the rollouts
+        # had taken from it are of one moment.
+        state, columns = self.state(drawn)
+        position = self.engine_position()
+        state["engine"] = None if position is None else position.pack()
+        self.schedule.sync()
+        await self.checkpoints.write(self.step, state, columns, self.trainer.save)
         self._saved_at, self._saved_step = time.monotonic(), self.step
 
-    def state(self) -> dict[str, Any]:
-        """The controller's part of a checkpoint, as JSON."""
+    async def _load_now(self, version: int) -> None:
+        self._published.set()
+        while self.engine.version < version:
+            self._loaded.clear()
+            await self._loaded.wait()
+
+    def state(self, drawn: Mapping[RolloutId, Segment]) -> tuple[dict[str, Any], Columns]:
+        """The controller's part of a checkpoint, as JSON data and columns of tokens. drawn: what
+        the engine had drawn of the turns under way, in the order of its rows."""
         self._account_time()
-        return {
+        pool = SegmentPool()
+        state = {
             "step": self.step,
             "version": self.version,
             "cursor": self._cursor,
             "groups": self.groups.snapshot(self.version),
+            "members": self._members.pack(self.groups, drawn, pool),
             "totals": self.totals.to_state(),
-            "accuracies": self.accuracies,
+            "accuracies": self.evaluations.found,
             "wall_s": self.wall_s,
+            "schedule": self.schedule.position(),
         }
+        return state, pool.columns()
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint: outstanding groups are dispatched anew, under their old ids."""
+    def restore(self, state: dict[str, Any], columns: Columns) -> None:
+        """Go on from a checkpoint: every outstanding group as it was, unless S or B have changed so
+        that the bound would not hold: then they are dispatched anew, under their old ids."""
         self.step, self.version = state["step"], state["version"]
         self._saved_step = self.step
         self._cursor = state["cursor"]
-        self.groups.restore(state["groups"])
-        self.totals = Metrics.from_state(state["totals"])
-        self.accuracies = [(int(v), float(a), float(low)) for v, a, low in state["accuracies"]]
+        members = unpack_members(state["members"], SegmentPool(columns))
+        if self.groups.restore(state["groups"], finished_trajectories(members)):
+            self._members.restore(self.groups, members)
+        else:
+            self.reporter.message(
+                "groups_per_step or max_staleness have changed: groups under way are begun anew"
+            )
+        if not self.recipe.in_flight:
+            self._members.restart_other_versions(self.version)
+        self.totals.merge(Metrics.from_state(state["totals"]))
+        self.evaluations.found = [Accuracy(*entry) for entry in state["accuracies"]]
         self.wall_s = state["wall_s"]
 
     def _account_time(self) -> None:

@@ -7,7 +7,9 @@
 
 `run_rollout` is the one boundary where failures become data: whatever the environment, the grader
 or the engine raises ends in a trajectory with a status and without a reward. Sampled ids are only
-ever appended to, never encoded again. Then: `buffer` -> `batch` -> `trainer` -> `losses`.
+ever appended to, never encoded again. What a checkpoint saved of a rollout (`RolloutState`) is gone
+on with: its turns are played to a fresh environment, which must answer as it did before.
+Then: `buffer` -> `batch` -> `trainer` -> `losses`.
 """
 
 from __future__ import annotations
@@ -19,13 +21,12 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-import numpy as np
-
 from .engine import Engine, Request
 from .environment import Action, Environment, Prompt, Reply, Task
 from .errors import EngineError, EnvError, GraderError, WorkerError
 from .options.run import RolloutOptions
-from .types import RolloutId, SamplingSettings, Segment, Status, Trajectory, Turn
+from .rollout_state import RolloutState, pack_reply
+from .types import RolloutId, SamplingSettings, Segment, Status, Trajectory
 
 T = TypeVar("T")
 
@@ -54,30 +55,6 @@ class RolloutSetting:
     started_at: float = field(default_factory=time.monotonic)
 
 
-@dataclass(slots=True)
-class _Record:
-    """A trajectory while it grows."""
-
-    parts: list[Segment] = field(default_factory=list)
-    turns: list[Turn] = field(default_factory=list)
-    reply: Reply | None = None
-    engine_s: float = 0.0
-    environment_s: float = 0.0
-
-    @property
-    def num_tokens(self) -> int:
-        return sum(len(part) for part in self.parts)
-
-    def history(self) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
-        return np.concatenate([part.token_ids for part in self.parts])
-
-    def add_turn(self, drawn: Segment) -> None:
-        start = self.num_tokens
-        self.parts.append(drawn)
-        reason = drawn.finish_reason or "abort"
-        self.turns.append(Turn(0, start, start + len(drawn), reason))
-
-
 async def run_rollout(
     setting: RolloutSetting,
     rollout_id: RolloutId,
@@ -85,20 +62,25 @@ async def run_rollout(
     *,
     dispatch_version: int,
     deadline_version: int,
+    state: RolloutState | None = None,
 ) -> Trajectory:
     """Play one problem once. Never raises for a failure of engine, environment or grader; only
-    cancellation passes through, after the environment is closed."""
+    cancellation passes through, after the environment is closed.
+
+    state: grows with the rollout, so that a checkpoint can save it at any await; one that comes out
+    of a checkpoint is gone on with.
+    """
     start_s = time.monotonic() - setting.started_at
-    record = _Record()
+    state = RolloutState() if state is None else state
     status: Status
     error: str | None = None
     try:
-        environment = setting.task.make(setting.split, problem)
-        try:
-            async with asyncio.timeout(setting.limits.timeout_s):
-                status = await _play(setting, environment, record, rollout_id, deadline_version)
-        finally:
-            await _limited(environment.close(), setting.limits.step_timeout_s, "close")
+        async with asyncio.timeout(setting.limits.timeout_s):
+            try:
+                status = await _run(setting, state, rollout_id, problem, deadline_version)
+            except _NotRestored:
+                state.restart()
+                status = await _run(setting, state, rollout_id, problem, deadline_version)
     except TimeoutError:
         status = "timeout"
         error = f"no end within rollout.timeout_s = {setting.limits.timeout_s:g} s"
@@ -113,13 +95,14 @@ async def run_rollout(
         status, error = "env_error", "the environment raised CancelledError by itself"
     except Exception as failure:  # noqa: BLE001 - a user's environment may raise anything
         status, error = "env_error", f"{type(failure).__name__}: {failure}"
-    outcome, rewards, reward = _score(setting.task, status, record.reply)
+    reply = state.replies[-1] if state.ended else None
+    outcome, rewards, reward = _score(setting.task, status, reply)
     return Trajectory(
         id=rollout_id,
         task=setting.task.name,
         problem=problem,
-        segments=(Segment.join(record.parts),),
-        turns=tuple(record.turns),
+        segments=(Segment.join(state.parts),),
+        turns=tuple(state.turns),
         sampling=setting.sampling,
         status=status,
         dispatch_version=dispatch_version,
@@ -130,58 +113,113 @@ async def run_rollout(
         times_s={
             "start": start_s,
             "end": time.monotonic() - setting.started_at,
-            "engine": record.engine_s,
-            "environment": record.environment_s,
+            "engine": state.engine_s,
+            "environment": state.environment_s,
         },
         error=error,
     )
 
 
+class _NotRestored(Exception):
+    """A fresh environment cannot be brought to where a saved rollout stands."""
+
+
+async def _run(
+    setting: RolloutSetting,
+    state: RolloutState,
+    rollout_id: RolloutId,
+    problem: int,
+    deadline_version: int,
+) -> Status:
+    """The rollout in a fresh environment, which is closed on every path."""
+    environment = setting.task.make(setting.split, problem)
+    try:
+        if state.parts:
+            await _restore(setting, environment, state)
+        else:
+            state.parts.append(Segment.context(await _prompt(setting, environment)))
+        return await _play(setting, environment, state, rollout_id, deadline_version)
+    finally:
+        await _limited(environment.close(), setting.limits.step_timeout_s, "close")
+
+
+async def _prompt(setting: RolloutSetting, environment: Environment) -> list[int]:
+    prompt = await _limited(environment.start(), setting.limits.step_timeout_s, "start")
+    ids = setting.codec.encode_prompt(prompt)
+    if not ids:
+        raise EnvError("the prompt is empty: a model needs at least one token to go on from")
+    return ids
+
+
+async def _restore(setting: RolloutSetting, environment: Environment, state: RolloutState) -> None:
+    """Play the saved turns to a fresh environment. Raises _NotRestored unless it asks the same and
+    answers the same; where no turn was answered yet, the prompt alone decides."""
+    if state.replies and not environment.restorable:
+        raise _NotRestored
+    if await _prompt(setting, environment) != state.parts[0].token_ids.tolist():
+        raise _NotRestored
+    for drawn, saved in zip(state.written(), state.replies, strict=False):
+        action = _action(setting.codec, drawn, setting.sampling)
+        reply = await _limited(environment.step(action), setting.limits.step_timeout_s, "step")
+        _check_reply(reply)
+        if pack_reply(reply) != pack_reply(saved):
+            raise _NotRestored
+
+
 async def _play(
     setting: RolloutSetting,
     environment: Environment,
-    record: _Record,
+    state: RolloutState,
     rollout_id: RolloutId,
     deadline_version: int,
 ) -> Status:
     """Turns until the environment ends it ("ok"; "truncated" if its last turn was cut short by a
     budget) or a budget runs out ("truncated")."""
-    sampling, limits = setting.sampling, setting.limits
-    prompt = await _limited(environment.start(), limits.step_timeout_s, "start")
-    ids = setting.codec.encode_prompt(prompt)
-    if not ids:
-        raise EnvError("the prompt is empty: a model needs at least one token to go on from")
-    record.parts.append(Segment.context(ids))
-    for _ in range(setting.task.max_turns):
-        budget = min(sampling.max_new_tokens, sampling.max_tokens - record.num_tokens)
-        if budget < 1:
+    limits = setting.limits
+    while not state.ended and len(state.replies) < setting.task.max_turns:
+        if not state.answer_due and not await _draw(setting, state, rollout_id, deadline_version):
             return "truncated"
-        request = Request(
-            id=rollout_id,
-            token_ids=record.history(),
-            sampling=sampling,
-            max_new_tokens=budget,
-            first_position=record.num_tokens,
-            deadline_version=deadline_version,
-        )
-        clock = time.monotonic()
-        drawn = await setting.engine.generate(request, limits.timeout_s)
-        record.engine_s += time.monotonic() - clock
-        record.add_turn(drawn)
+        drawn = state.parts[-1]
         if drawn.finish_reason not in ("stop", "length"):
             raise EngineError(f"{rollout_id}: the engine aborted the request")
         clock = time.monotonic()
-        action = _action(setting.codec, drawn, sampling)
+        action = _action(setting.codec, drawn, setting.sampling)
         reply = await _limited(environment.step(action), limits.step_timeout_s, "step")
-        record.environment_s += time.monotonic() - clock
+        state.environment_s += time.monotonic() - clock
         _check_reply(reply)
-        if reply.observation is None:
-            record.reply = reply
-            return "ok" if drawn.finish_reason == "stop" else "truncated"
-        ids = setting.codec.encode_observation(reply.observation, int(drawn.token_ids[-1]))
-        if ids:
-            record.parts.append(Segment.context(ids))
-    return "truncated"
+        # Reply and what is read of it together: a checkpoint sees both or neither.
+        state.replies.append(reply)
+        if reply.observation is not None:
+            ids = setting.codec.encode_observation(reply.observation, int(drawn.token_ids[-1]))
+            if ids:
+                state.parts.append(Segment.context(ids))
+    if not state.ended:
+        return "truncated"
+    return "ok" if state.turns[-1].finish_reason == "stop" else "truncated"
+
+
+async def _draw(
+    setting: RolloutSetting, state: RolloutState, rollout_id: RolloutId, deadline_version: int
+) -> bool:
+    """One turn from the engine; False where the token budget has no room for one."""
+    sampling = setting.sampling
+    budget = min(sampling.max_new_tokens, sampling.max_tokens - state.num_tokens)
+    if budget < 1:
+        return False
+    request = Request(
+        id=rollout_id,
+        token_ids=state.history(),
+        sampling=sampling,
+        max_new_tokens=budget,
+        first_position=state.num_tokens,
+        deadline_version=deadline_version,
+        drawn=state.drawn,
+    )
+    clock = time.monotonic()
+    drawn = await setting.engine.generate(request, setting.limits.timeout_s)
+    state.engine_s += time.monotonic() - clock
+    state.add_turn(drawn)
+    return True
 
 
 def _check_reply(reply: object) -> None:

@@ -14,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .checkpoint import Checkpoints
+from .checkpoint import Checkpoints, saved_columns
 from .config import Recipe
 from .engines.process import EngineProcess
-from .errors import EstrError, Interrupted
+from .errors import CheckpointError, ConfigError, EstrError, Interrupted
+from .evaluations import Evaluations
 from .evaluator_process import EvaluatorProcess
 from .loop import Loop
 from .metrics import MetricsWriter, supersede_after
@@ -25,7 +26,17 @@ from .models import resolve_model
 from .progress import Reporter, SilentReporter
 from .rollout import RolloutSetting
 from .run_folder import RunFolder, Summary, weights_folder
-from .subject import resolve_play
+from .schedule import (
+    ENGINE_FILE,
+    LOOP_FILE,
+    EngineSchedule,
+    EventLog,
+    Position,
+    Replay,
+    Schedule,
+    read_lineage,
+)
+from .subject import data_fingerprint, resolve_play
 from .trainer_process import TrainerProcess
 from .weights import FileWeightStore
 from .worker import busy_share
@@ -39,14 +50,41 @@ def train(
     reporter: Reporter | None = None,
     runs: Path = Path("runs"),
     resume: Path | None = None,
+    accept_changes: bool = False,
+    replay: Path | None = None,
 ) -> Summary:
     """Train as the recipe says; returns what came of it. The run folder is made under `runs`.
 
-    resume: the run folder to go on with, from its newest whole checkpoint. Raises ConfigError
-    before any compute is spent; Interrupted after Ctrl-C, with a checkpoint saved (a second Ctrl-C
-    stops at once); other EstrErrors name what failed and leave the last checkpoint intact.
+    resume: the run folder to go on with, from its newest whole checkpoint; a recipe that differs
+    from the run's own is refused unless accept_changes. replay: the folder of a deterministic run
+    to do again, bit for bit; a resume of such a replay goes on with it.
+
+    Raises ConfigError before any compute is spent; Interrupted after Ctrl-C, with a checkpoint
+    saved (a second Ctrl-C stops at once); other EstrErrors name what failed and leave the last
+    checkpoint intact.
     """
-    return asyncio.run(_train(recipe, reporter or SilentReporter(), runs, resume))
+    if replay is not None:
+        _require_replayable(recipe, RunFolder.open(replay))
+    going_on = None if resume is None else _Resume(resume, accept_changes)
+    return asyncio.run(_train(recipe, reporter or SilentReporter(), runs, going_on, replay))
+
+
+@dataclass(frozen=True, slots=True)
+class _Resume:
+    run: Path
+    accept_changes: bool
+
+
+def _require_replayable(recipe: Recipe, recorded: RunFolder) -> None:
+    """Raises ConfigError unless `recorded` has a schedule and its recipe is this one."""
+    if not (recorded.path / ENGINE_FILE).is_file():
+        raise ConfigError(
+            f"{recorded.path} keeps no schedule of its engine; only a run with deterministic = "
+            "true can be replayed"
+        )
+    changed = [line for line in recorded.changes(recipe) if not line.startswith("name =")]
+    if changed:
+        raise ConfigError(f"a replay follows the recipe of its run; changed: {'; '.join(changed)}")
 
 
 @dataclass(slots=True)
@@ -59,11 +97,23 @@ class _Processes:
 
     @classmethod
     async def start(
-        cls, model: Path, recipe: Recipe, store: FileWeightStore, log: Path
+        cls,
+        model: Path,
+        recipe: Recipe,
+        store: FileWeightStore,
+        folder: RunFolder,
+        replay: Path | None,
     ) -> _Processes:
         """All at once; as soon as one does not come up, the others are given up."""
+        log = folder.log
+        schedule = None
+        if recipe.deterministic:
+            plan = None if replay is None else replay / ENGINE_FILE
+            schedule = EngineSchedule(folder.path / ENGINE_FILE, plan)
         engine = asyncio.create_task(
-            EngineProcess.start(model, recipe.engine, in_flight=recipe.in_flight, log=log)
+            EngineProcess.start(
+                model, recipe.engine, in_flight=recipe.in_flight, log=log, schedule=schedule
+            )
         )
         trainer = asyncio.create_task(TrainerProcess.start(model, recipe, store, log=log))
         evaluator = asyncio.create_task(EvaluatorProcess.start(model, recipe, store, log=log))
@@ -94,66 +144,138 @@ class _Processes:
         await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
 
 
-async def _train(recipe: Recipe, reporter: Reporter, runs: Path, resume: Path | None) -> Summary:
+@dataclass(frozen=True, slots=True)
+class _Saved:
+    """The checkpoint to go on from."""
+
+    folder: Path
+    state: dict[str, Any]
+
+    @property
+    def position(self) -> Position | None:
+        """Where the engine's schedule goes on, of a deterministic run."""
+        engine = self.state["engine"]
+        return None if engine is None else Position.unpack(engine)
+
+
+async def _train(
+    recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
+) -> Summary:
     model = resolve_model(recipe.model)
     play = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
-    folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume)
-    with folder.locked(), _stopped_by_signals(reporter) as stop:
-        saved = None if resume is None else _saved(folder, recipe, reporter)
-        size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
-        keep = recipe.max_staleness + 2
-        bytes_needed = keep * size * _BYTES_PER_WEIGHT[recipe.engine.dtype] // 4
-        store = FileWeightStore(weights_folder(folder, bytes_needed), keep=keep)
+    folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume.run)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(folder.locked())
+        stop = stack.enter_context(_stopped_by_signals(reporter))
+        data = data_fingerprint(play[0])
+        saved = None if resume is None else _saved(folder, recipe, reporter, resume, data)
+        replay = folder.replays(replay)
+        schedule = _schedule(folder, recipe, saved, replay)
+        stack.callback(schedule.close)
+        store = FileWeightStore(
+            weights_folder(folder, _bytes_needed(model, recipe)), keep=recipe.max_staleness + 2
+        )
+        stack.callback(shutil.rmtree, store.folder, ignore_errors=True)
+        processes = await _Processes.start(model, recipe, store, folder, replay)
         try:
-            processes = await _Processes.start(model, recipe, store, folder.log)
-            try:
-                from_step = saved[1]["step"] if saved else 0
-                with MetricsWriter(folder.path, from_step=from_step) as writer:
-                    loop = Loop(
-                        recipe,
-                        RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine"),
-                        processes.trainer,
-                        store,
-                        reporter=reporter,
-                        writer=writer,
-                        evaluator=processes.evaluator,
-                        checkpoints=Checkpoints(folder.checkpoints, recipe.checkpoint.keep),
-                        model_best=folder.model_best,
-                        watchers=processes.watchers(recipe),
-                        gauges=processes.gauges,
-                        stop=stop,
-                    )
-                    if saved is not None:
-                        await processes.trainer.restore(saved[0])
-                        loop.restore(saved[1])
-                    return await _run(loop, processes, recipe, folder)
-            finally:
-                await processes.close()
+            from_step = saved.state["step"] if saved else 0
+            writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step))
+            loop = Loop(
+                recipe,
+                RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine"),
+                processes.trainer,
+                store,
+                reporter=reporter,
+                writer=writer,
+                evaluations=Evaluations(recipe.eval, processes.evaluator, folder.model_best),
+                checkpoints=Checkpoints(folder.checkpoints, recipe.checkpoint.keep, data=data),
+                watchers=processes.watchers(recipe),
+                gauges=processes.gauges,
+                stop=stop,
+                schedule=schedule,
+                engine_position=lambda: processes.engine.position,
+            )
+            if saved is not None:
+                await processes.trainer.restore(saved.folder)
+                loop.restore(saved.state, saved_columns(saved.folder))
+            return await _run(loop, processes, folder, saved)
         finally:
-            shutil.rmtree(store.folder, ignore_errors=True)
+            await processes.close()
 
 
-def _saved(folder: RunFolder, recipe: Recipe, reporter: Reporter) -> tuple[Path, dict[str, Any]]:
-    """The checkpoint to go on from, with its state. What comes after it is set aside, a changed
-    recipe is told and written down."""
-    changed = folder.update_recipe(recipe)
-    if changed:
-        reporter.message(f"goes on with a changed recipe: {'; '.join(changed)}")
+def _bytes_needed(model: Path, recipe: Recipe) -> int:
+    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
+    return (recipe.max_staleness + 2) * size * _BYTES_PER_WEIGHT[recipe.engine.dtype] // 4
+
+
+def _schedule(
+    folder: RunFolder, recipe: Recipe, saved: _Saved | None, replay: Path | None
+) -> Schedule:
+    """The log of this run and the events of the run that it replays, each from where the
+    checkpoint stands."""
+    at: dict[str, int] = saved.state["schedule"] if saved else {}
+    log = EventLog(folder.path / LOOP_FILE, keep_lines=at.get("lines"))
+    if saved is None:
+        log.write(
+            "start",
+            seed=recipe.seed,
+            steps=recipe.steps,
+            groups_per_step=recipe.groups_per_step,
+            num_minibatches=recipe.num_minibatches,
+            max_staleness=recipe.max_staleness,
+        )
+    planned = None
+    if replay is not None:
+        planned = Replay(read_lineage(replay / LOOP_FILE), at.get("replayed", 0))
+    return Schedule(log, planned, deterministic=recipe.deterministic)
+
+
+def _saved(
+    folder: RunFolder, recipe: Recipe, reporter: Reporter, resume: _Resume, data: str
+) -> _Saved:
+    """The checkpoint to go on from. What comes after it is set aside. Raises ConfigError where the
+    recipe has changed and nobody said that this is meant; CheckpointError where the data has."""
     path, state, torn = Checkpoints(folder.checkpoints).newest()
     for line in torn:
         reporter.message(line)
+    if state["data"] != data:
+        raise CheckpointError(
+            f"the training data of {recipe.task['name']} is not what it was at {path}: its order "
+            "would mean other problems now. Restore it, or start a new run with "
+            f"--set model={folder.model_last}"
+        )
+    if folder.is_finished() and state["step"] >= recipe.steps:
+        raise ConfigError(
+            f"{folder.path} is finished: {state['step']} of {recipe.steps} steps are made; to go "
+            "on, say more with --set steps=... --accept-changes"
+        )
+    changed = folder.changes(recipe)
+    if changed and not resume.accept_changes:
+        raise ConfigError(
+            f"{folder.path} would go on with a changed recipe: {'; '.join(changed)}. "
+            "Say --accept-changes if that is meant"
+        )
+    if changed:
+        reporter.message(f"goes on with a changed recipe: {'; '.join(changed)}")
+        folder.update_recipe(recipe)
     supersede_after(folder.path, state["step"])
-    return path, state
+    return _Saved(path, state)
 
 
-async def _run(loop: Loop, processes: _Processes, recipe: Recipe, folder: RunFolder) -> Summary:
+async def _run(
+    loop: Loop, processes: _Processes, folder: RunFolder, saved: _Saved | None
+) -> Summary:
     """Everything between the start of the processes and their end."""
+    recipe = loop.recipe
     try:
         version = await processes.trainer.publish()
         await processes.engine.load(version, loop.store, recipe.kv)
+        if recipe.deterministic:
+            position = None if saved is None else saved.position
+            await processes.engine.begin(position or Position())
         loop.reporter.started(recipe, folder, loop.step)
-        if not loop.accuracies and not loop.stopping:
-            await loop.evaluate(version, recipe.eval.final_problems)
+        if not loop.evaluations.found and not loop.stopping:
+            await loop.evaluations.evaluate(version, recipe.eval.final_problems)
         before = [await processes.engine.statistics(), await processes.trainer.statistics()]
         await loop.run()
         after = [await processes.engine.statistics(), await processes.trainer.statistics()]
@@ -162,7 +284,7 @@ async def _run(loop: Loop, processes: _Processes, recipe: Recipe, folder: RunFol
         await loop.checkpoint()
         version = await processes.trainer.publish()
         await processes.trainer.export(folder.model_last)
-        await loop.evaluate(version, recipe.eval.final_problems)
+        await loop.evaluations.evaluate(version, recipe.eval.final_problems)
     except asyncio.CancelledError as error:
         if not loop.stopping:
             raise
@@ -182,8 +304,8 @@ def _hint(folder: RunFolder) -> str:
 
 def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float]) -> Summary:
     row = loop.totals.to_row()
-    accuracies = [accuracy for _, accuracy, _ in loop.accuracies]
-    best = max(loop.accuracies, key=lambda entry: entry[2], default=None)
+    accuracies = [accuracy for _, accuracy, _ in loop.evaluations.found]
+    best = max(loop.evaluations.found, key=lambda entry: entry.lower, default=None)
     tokens = int(row.get("eligible_tokens") or 0)
     return Summary(
         name=folder.path.name,
@@ -191,7 +313,7 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
         version=loop.version,
         start_accuracy=accuracies[0] if accuracies else None,
         final_accuracy=accuracies[-1] if accuracies else None,
-        best_accuracy=None if best is None else best[1],
+        best_accuracy=None if best is None else best.accuracy,
         wall_s=round(loop.wall_s, 3),
         tokens_per_s=round(tokens / loop.wall_s, 1) if loop.wall_s else 0.0,
         trained_tokens=tokens,

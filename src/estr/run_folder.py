@@ -4,6 +4,7 @@ runs/NAME/
     config.toml        the resolved recipe
     summary.json       what came of it (written at the end)
     metrics.jsonl      one line per optimizer step, one per evaluation
+    schedule.jsonl     every event of the loop, in order (estr.schedule)
     tensorboard/       the same for TensorBoard
     checkpoints/       see estr.checkpoint
     model/best, last   Hugging Face folders
@@ -101,27 +102,41 @@ class RunFolder:
                 ) from error
             yield
 
-    def update_recipe(self, recipe: Recipe) -> list[str]:
-        """Write down the recipe that the run goes on with, the one before beside it; returns what
-        changed. Raises ConfigError where model, task or seed did: that would be another run."""
+    def changes(self, recipe: Recipe) -> list[str]:
+        """Keys in which a recipe differs from the run's own, in words. Raises ConfigError where
+        model, task or seed do: that would be another run."""
         before = dataclasses.asdict(load_recipe(self.path / "config.toml"))
         after = dataclasses.asdict(recipe)
-        changed = [
-            f"{key} = {after[key]} (was {before[key]})"
-            for key in after
-            if after[key] != before[key]
-        ]
         for key in ("model", "task", "seed"):
             if after[key] != before[key]:
                 raise ConfigError(
                     f"{self.path} was started with {key} = {before[key]!r}, not {after[key]!r}; "
                     "start a new run for that"
                 )
-        if changed:
-            config = self.path / "config.toml"
-            config.replace(self.path / "config.previous.toml")
-            config.write_text(recipe.to_toml(), encoding="utf-8")
-        return changed
+        return [
+            f"{key} = {after[key]} (was {before[key]})"
+            for key in after
+            if after[key] != before[key]
+        ]
+
+    def update_recipe(self, recipe: Recipe) -> None:
+        """Write down the recipe that the run goes on with, the one before beside it."""
+        config = self.path / "config.toml"
+        config.replace(self.path / "config.previous.toml")
+        config.write_text(recipe.to_toml(), encoding="utf-8")
+
+    def replays(self, run: Path | None = None) -> Path | None:
+        """The run that this one replays, if any: `run` is written down, else it is read."""
+        note = self.path / "replays.json"
+        if run is not None:
+            note.write_text(json.dumps({"run": str(run.resolve())}), encoding="utf-8")
+        if not note.is_file():
+            return None
+        return Path(json.loads(note.read_text(encoding="utf-8"))["run"])
+
+    def is_finished(self) -> bool:
+        """Has the run come to its end and written its summary?"""
+        return (self.path / "summary.json").is_file()
 
     @property
     def log(self) -> Path:

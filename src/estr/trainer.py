@@ -11,16 +11,16 @@ not. The proximal pass is made only when a correction asks for it and a batch ha
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from .batch import Batch, make_batches
-from .buffer import TrainingGroup
+from .buffer import StepResult, TrainingGroup
 from .corrections import build_correction
 from .corrections.base import TokenColumns
 from .diagnostics import token_diagnostics, trajectory_diagnostics
@@ -36,21 +36,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from .config import Recipe
-
-
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """One optimizer step. target_version is the version that the loss was taken at, version the
-    one after the step (the same if it was skipped)."""
-
-    step: int
-    target_version: int
-    version: int
-    metrics: Metrics
-
-    @property
-    def skipped(self) -> bool:
-        return self.version == self.target_version
 
 
 def learning_rate(step: int, total_steps: int, options: TrainerOptions) -> float:
@@ -89,6 +74,7 @@ class Trainer:
         self.step = 0
         self.version = 0
         self._published = -1
+        self._digest = ""
         self._publish_dtype = publish_dtype
         self._vocab_size = vocab_size
         self._head = split_head(model)
@@ -107,7 +93,7 @@ class Trainer:
     def publish(self) -> int:
         """Put the current version into the store unless it is there; returns it."""
         if self._published != self.version:
-            self.store.publish(self.version, self.state())
+            self._digest = self.store.publish(self.version, self.state())
             self._published = self.version
         return self.version
 
@@ -145,6 +131,7 @@ class Trainer:
         ]
         if self.version - self._published >= self.recipe.publish_every:
             self.publish()
+            results[-1] = dataclasses.replace(results[-1], digest=self._digest)
         self._busy_s += time.monotonic() - clock
         return results
 

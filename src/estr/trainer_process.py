@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
-from .buffer import TrainingGroup
+from .buffer import StepResult, TrainingGroup
 from .config import Recipe
 from .weights import WeightStore
-from .worker import Worker, busy_share
-
-if TYPE_CHECKING:
-    from .trainer import StepResult
+from .worker import Worker, busy_share, require_determinism
 
 _FILE_TIMEOUT_S = 600.0
 
@@ -109,6 +106,9 @@ class TrainerHost:
 
         from .models import load_model, vocabulary_size
         from .trainer import Trainer
+
+        if recipe.deterministic:
+            require_determinism()
 
         model = load_model(folder, dtype="float32", device=recipe.trainer.device)
         dtype = getattr(torch, recipe.engine.dtype)

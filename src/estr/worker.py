@@ -221,6 +221,13 @@ def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float
     return (after["busy_s"] - before["busy_s"]) / wall_s if wall_s > 0 else 0.0
 
 
+def require_determinism() -> None:
+    """In this process: refuse every operation of torch that two runs may round differently."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+
+
 class _Channel:
     """The worker's end: blocking frames over the inherited socket."""
 

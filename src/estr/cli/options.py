@@ -69,5 +69,5 @@ def run_folder(source: str, runs: Path) -> Path:
 
     run = find_run(source, runs)
     if run is None:
-        raise ConfigError(f"--resume: neither {source} nor {runs / source} is a run folder")
+        raise ConfigError(f"neither {source} nor {runs / source} is a run folder")
     return run.path

@@ -15,12 +15,23 @@ from .options import find_recipe, run_folder, runs_option, set_option
 @click.argument("recipe", required=False)
 @set_option
 @click.option("--resume", metavar="RUN", help="Go on with this run, from its last checkpoint.")
+@click.option("--accept-changes", is_flag=True, help="Resume although the recipe has changed.")
+@click.option("--deterministic", is_flag=True, help="Keep a schedule that a replay can follow.")
+@click.option(
+    "--replay-schedule",
+    "replay",
+    metavar="RUN",
+    help="Do this deterministic run again, bit for bit.",
+)
 @runs_option
 @click.option("--live/--plain", default=None, help="Display; by default live on a terminal only.")
 def train(
     recipe: str | None,
     overrides: tuple[str, ...],
     resume: str | None,
+    accept_changes: bool,
+    deterministic: bool,
+    replay: str | None,
     runs: Path,
     live: bool | None,
 ) -> None:
@@ -35,19 +46,35 @@ def train(
       estr train
       estr train recipes/calculator.toml --set max_staleness=0
       estr train --resume runs/calculator
+      estr train --deterministic --set name=once
+      estr train --replay-schedule runs/once --set name=again
     """
     from ..config import load_recipe
 
-    if resume is None:
-        file, folder = find_recipe(recipe), None
-    elif recipe is None:
+    if recipe is not None and (resume or replay):
+        option = "--resume" if resume else "--replay-schedule"
+        raise ConfigError(f"{option} goes by the run's own recipe; give either it or RECIPE")
+    if resume and replay:
+        raise ConfigError("a replay that was interrupted goes on with --resume alone")
+    file, folder, recorded = find_recipe(recipe), None, None
+    if resume is not None:
         folder = run_folder(resume, runs)
         file = folder / "config.toml"
-    else:
-        raise ConfigError("--resume goes on with the run's own recipe; give either it or RECIPE")
+    if replay is not None:
+        recorded = run_folder(replay, runs)
+        file = recorded / "config.toml"
+    if deterministic:
+        overrides = (*overrides, "deterministic=true")
     resolved = load_recipe(file, overrides)
     from ..display import reporter_for
     from ..run import train as train_recipe
 
     with reporter_for(sys.stdout, live=live) as reporter:
-        train_recipe(resolved, reporter=reporter, runs=runs, resume=folder)
+        train_recipe(
+            resolved,
+            reporter=reporter,
+            runs=runs,
+            resume=folder,
+            accept_changes=accept_changes,
+            replay=recorded,
+        )

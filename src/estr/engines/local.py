@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,14 @@ class _Row:
         if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
             return "stop"
         return "length" if len(self.token_ids) >= self.budget else None
+
+    def go_on_from(self, drawn: Segment) -> None:
+        """Take over what was drawn of this turn before a checkpoint."""
+        self.token_ids = drawn.token_ids.tolist()
+        self.logprobs = drawn.behavior_logprobs.tolist()
+        self.entropies = drawn.behavior_entropies.tolist()
+        self.gini = [] if drawn.behavior_gini is None else drawn.behavior_gini.tolist()
+        self.versions = drawn.versions.tolist()
 
     def segment(self) -> Segment:
         return Segment.drawn(
@@ -168,8 +177,13 @@ class LocalEngine:
         limit = self._runner.max_positions
         room = request.max_new_tokens if limit is None else limit - len(request.token_ids)
         budget = min(request.max_new_tokens, room)
+        row = _Row(request, stream, budget, next(self._arrivals))
+        if request.drawn is not None:
+            row.go_on_from(request.drawn)
+            if row.finish_reason() is not None:
+                raise EngineError(f"{request.id}: its turn is complete, nothing is left to draw")
         self._served.add(request.id)
-        self._waiting[request.id] = _Row(request, stream, budget, next(self._arrivals))
+        self._waiting[request.id] = row
 
     def _refuse_unservable(self, request: Request) -> None:
         tokens, sampling = request.token_ids, request.sampling
@@ -244,8 +258,17 @@ class LocalEngine:
         self._record(draws)
         return self._retire()
 
+    def drop_caches(self) -> None:
+        """Forget every key and value, shared prompts too: running requests are prefilled again
+        before the next token, just as after a resume."""
+        self._prefixes.clear()
+        self._runner.cache.clear()
+        for row in self._rows:
+            row.filled = False
+
     def snapshot(self) -> dict[RolloutId, Segment]:
-        """What every running or waiting request has drawn so far."""
+        """What every running or waiting request has drawn so far, the running ones first, in the
+        order of their rows."""
         return {row.request.id: row.segment() for row in (*self._rows, *self._waiting.values())}
 
     def close(self) -> None:
@@ -272,9 +295,10 @@ class LocalEngine:
         order = sorted(
             self._waiting.values(), key=lambda row: (row.request.deadline_version, row.arrival)
         )
-        for row in order[:free]:
-            del self._waiting[row.request.id]
-            self._rows.append(row)
+        self._admit_these([row.request.id for row in order[:free]])
+
+    def _admit_these(self, ids: Sequence[RolloutId]) -> None:
+        self._rows += [self._waiting.pop(rollout_id) for rollout_id in ids]
 
     def _fill(self) -> None:
         """Bring the cache rows of new and of stale requests up to date."""

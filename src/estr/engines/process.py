@@ -14,15 +14,19 @@ from typing import TYPE_CHECKING, Any
 from ..engine import KVPolicy, Request
 from ..errors import EngineError, EngineTimeout, WorkerError
 from ..options.run import EngineOptions
+from ..schedule import EngineSchedule, Position
 from ..types import RolloutId, Segment
 from ..weights import WeightStore
-from ..worker import Worker, busy_share, portable
+from ..worker import Worker, busy_share, portable, require_determinism
 
 if TYPE_CHECKING:
-    from .local import LocalEngine
+    from .scheduled import ScheduledEngine
 
 LOAD_TIMEOUT_S = 600.0
 """A load without in-flight updates waits for running requests, so it may take as long as they."""
+
+SNAPSHOT_TIMEOUT_S = 600.0
+"""A replay takes its snapshot only at the step at which it was recorded."""
 
 _WATCH_S = 1.0
 
@@ -35,6 +39,8 @@ class EngineProcess:
         self._version = version
         self._seen = self._told = {"busy_s": 0.0, "wall_s": 0.0}
         self._share = 0.0
+        self.position: Position | None = None
+        """Of a deterministic engine: where its schedule stood at the last snapshot."""
 
     @classmethod
     async def start(
@@ -45,9 +51,17 @@ class EngineProcess:
         version: int = 0,
         in_flight: bool = True,
         log: Path | None = None,
+        schedule: EngineSchedule | None = None,
     ) -> EngineProcess:
-        """Spawn it on the model in `folder`, whose weights are called `version`."""
-        kwargs = {"folder": folder, "options": options, "version": version, "in_flight": in_flight}
+        """Spawn it on the model in `folder`, whose weights are called `version`. schedule: of a
+        deterministic engine, see estr.engines.scheduled."""
+        kwargs = {
+            "folder": folder,
+            "options": options,
+            "version": version,
+            "in_flight": in_flight,
+            "schedule": schedule,
+        }
         worker = await Worker.start(
             "engine", "estr.engines.process:EngineHost", kwargs, threads=options.threads, log=log
         )
@@ -75,8 +89,13 @@ class EngineProcess:
         self._version = version
 
     async def snapshot(self) -> dict[RolloutId, Segment]:
-        running: dict[RolloutId, Segment] = await self.worker.call("snapshot", timeout_s=60.0)
-        return running
+        drawn: dict[RolloutId, Segment]
+        self.position, drawn = await self.worker.call("snapshot", timeout_s=SNAPSHOT_TIMEOUT_S)
+        return drawn
+
+    async def begin(self, position: Position) -> None:
+        """Of a deterministic engine: its schedule begins, or goes on where a checkpoint stands."""
+        await self.worker.call("begin", position, timeout_s=60.0)
 
     async def statistics(self) -> dict[str, float]:
         """Counters since the start: busy_s (wall time inside steps), wall_s, tokens, and so on."""
@@ -104,7 +123,7 @@ class EngineProcess:
 class EngineHost:
     """What runs inside the process: LocalEngine, pumped by estr.worker between messages."""
 
-    deferred = ("generate", "load")
+    deferred = ("generate", "load", "snapshot")
 
     def __init__(
         self,
@@ -112,19 +131,28 @@ class EngineHost:
         options: EngineOptions,
         version: int,
         in_flight: bool,
+        schedule: EngineSchedule | None = None,
     ) -> None:
         from ..models import load_model, vocabulary_size
         from .local import LocalEngine
+        from .scheduled import ScheduledEngine
 
         model = load_model(folder, dtype=options.dtype, device=options.device)
-        self._engine: LocalEngine = LocalEngine(
-            model,
-            version=version,
-            max_batch=options.max_batch,
-            gini=options.gini,
-            in_flight=in_flight,
-            vocab_size=vocabulary_size(folder, model),
-        )
+        settings: dict[str, Any] = {
+            "version": version,
+            "max_batch": options.max_batch,
+            "gini": options.gini,
+            "in_flight": in_flight,
+            "vocab_size": vocabulary_size(folder, model),
+        }
+        self._scheduled: ScheduledEngine | None = None
+        if schedule is None:
+            self._engine = LocalEngine(model, **settings)
+        else:
+            require_determinism()
+            self._scheduled = ScheduledEngine(model, schedule=schedule, **settings)
+            self._engine = self._scheduled
+        self._snapshots: list[int] = []
         self._numbers: dict[RolloutId, int] = {}
         self._loading: tuple[int, int] | None = None
         self._results: list[tuple[int, Any]] = []
@@ -150,16 +178,28 @@ class EngineHost:
         except Exception as error:  # noqa: BLE001 - the caller of a deferred call must hear of it
             self._results.append((number, portable(error)))
 
-    def snapshot(self) -> dict[RolloutId, Segment]:
-        return self._engine.snapshot()
+    def snapshot(self, number: int) -> None:
+        if self._scheduled is None:
+            self._results.append((number, (None, self._engine.snapshot())))
+            return
+        self._snapshots.append(number)
+        self._scheduled.request_refill()
+
+    def begin(self, position: Position) -> None:
+        assert self._scheduled is not None, "only a deterministic engine has a schedule"
+        self._scheduled.begin(position)
 
     def statistics(self) -> dict[str, float]:
         wall_s = time.monotonic() - self._started
         return {"busy_s": self._busy_s, "wall_s": wall_s, **self._engine.statistics()}
 
     def busy(self) -> bool:
+        if self._results:
+            return True
+        if self._scheduled is not None and not self._scheduled.ready():
+            return False
         work = self._engine.num_running or self._engine.num_waiting
-        return bool(work or self._loading or self._results)
+        return bool(work or self._loading or self._snapshots)
 
     def pump(self) -> list[tuple[int, Any]]:
         clock = time.monotonic()
@@ -175,10 +215,24 @@ class EngineHost:
             for rollout_id in self._numbers:
                 self._engine.cancel(rollout_id)
             self._numbers.clear()
+        if self._scheduled is not None:
+            results += self._scheduled_results(self._scheduled)
         if self._loading is not None and self._engine.version == self._loading[1]:
             results.append((self._loading[0], None))
             self._loading = None
         self._busy_s += time.monotonic() - clock
+        return results
+
+    def _scheduled_results(self, engine: ScheduledEngine) -> list[tuple[int, Any]]:
+        results: list[tuple[int, Any]] = []
+        for rollout_id in engine.take_dropped():
+            number = self._numbers.pop(rollout_id, None)
+            if number is not None:
+                error = EngineError(f"{rollout_id}: cancelled, as it was in the recorded run")
+                results.append((number, portable(error)))
+        if (taken := engine.take_refill()) is not None:
+            results += [(number, taken) for number in self._snapshots]
+            self._snapshots.clear()
         return results
 
     def close(self) -> None:

@@ -1,0 +1,72 @@
+"""`estr runs`: runs looked at from their files alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+import click
+
+from .options import run_folder, runs_option
+
+
+@click.group()
+def runs() -> None:
+    """Check a run, or compare two, from their files."""
+
+
+@runs.command("verify")
+@click.argument("run", metavar="RUN")
+@runs_option
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def verify(run: str, runs: Path, as_json: bool) -> None:
+    """Check that nothing was lost or done twice.
+
+    In the lineage that survives all kills and resumes: every group is consumed exactly once, the
+    data comes in order, steps, versions, learning rate and metrics go on without a jump, staleness
+    keeps its bound, checkpoints are whole. Exit code 1 where something is wrong.
+
+    \b
+    Example:
+      estr runs verify calculator
+    """
+    from ..runs import verify_run
+
+    verdict = verify_run(run_folder(run, runs))
+    if as_json:
+        click.echo(json.dumps(dataclasses.asdict(verdict), default=str))
+    else:
+        click.echo(
+            f"{verdict.run}: {verdict.steps} steps, {verdict.groups} groups dispatched, "
+            f"{verdict.consumed} trained on, {verdict.failed} failed, {verdict.outstanding} left; "
+            f"{verdict.resumes} resumes"
+        )
+        for fault in verdict.faults:
+            click.echo(f"error: {fault}", err=True)
+        click.echo("nothing is wrong" if not verdict.faults else f"{len(verdict.faults)} faults")
+    if verdict.faults:
+        sys.exit(1)
+
+
+@runs.command("diff")
+@click.argument("a", metavar="RUN")
+@click.argument("b", metavar="RUN")
+@runs_option
+def diff(a: str, b: str, runs: Path) -> None:
+    """Name the first event at which two runs part.
+
+    Exit code 1 where they do. Of deterministic runs every token and every step of the engine is
+    compared; of others the losses, versions and weights.
+
+    \b
+    Example:
+      estr runs diff once again
+    """
+    from ..runs import first_difference
+
+    found = first_difference(run_folder(a, runs), run_folder(b, runs))
+    click.echo(found or "the same, event by event")
+    if found:
+        sys.exit(1)

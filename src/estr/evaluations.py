@@ -1,0 +1,63 @@
+"""Held-out evaluations of a run: when one is due, what they found, which version was best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+from .options.run import EvalOptions
+
+if TYPE_CHECKING:
+    from .evaluation import EvalResult
+
+
+class EvaluatorClient(Protocol):
+    """What the loop asks of an evaluator."""
+
+    async def evaluate(self, version: int, num_problems: int) -> EvalResult:
+        """Held-out accuracy of a version that the store still has. Raises WeightsError if not."""
+        ...
+
+    async def export(self, folder: Path) -> None:
+        """The weights evaluated last as a Hugging Face folder."""
+        ...
+
+
+class Accuracy(NamedTuple):
+    """One evaluation: held-out accuracy of a version, and the lower end of its interval."""
+
+    version: int
+    accuracy: float
+    lower: float
+
+
+@dataclass(slots=True)
+class Evaluations:
+    """The evaluations of one run. model_best: where the best version so far is exported to;
+    evaluations differ in size, so the best one is that of the highest lower end."""
+
+    options: EvalOptions
+    evaluator: EvaluatorClient | None = None
+    model_best: Path | None = None
+    on_result: Callable[[int, EvalResult], None] = lambda version, result: None
+    found: list[Accuracy] = field(default_factory=list)
+
+    def due(self, step: int, steps_made: int, total_steps: int) -> bool:
+        """Is one due after optimizer step `step`, the last of `steps_made`?"""
+        every = self.options.every
+        return every > 0 and step % every < steps_made and step < total_steps
+
+    async def evaluate(self, version: int, num_problems: int) -> float | None:
+        """Held-out accuracy of a version, told and kept; the best one so far is exported."""
+        if self.evaluator is None:
+            return None
+        result = await self.evaluator.evaluate(version, num_problems)
+        best = max((entry.lower for entry in self.found), default=-1.0)
+        entry = Accuracy(version, float(result.avg_at_k), float(result.avg_interval[0]))
+        self.found.append(entry)
+        self.on_result(version, result)
+        if entry.lower > best and self.model_best is not None:
+            await self.evaluator.export(self.model_best)
+        return entry.accuracy

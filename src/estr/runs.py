@@ -1,0 +1,191 @@
+"""Runs looked at from their files alone: is the lineage whole, and where do two runs part?
+
+verify_run("runs/a")             -> Verdict    every group consumed exactly once, nothing jumps
+first_difference("a", "b")       -> str | None the first event at which two runs part
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise, zip_longest
+from pathlib import Path
+
+from .checkpoint import Checkpoints, verify
+from .config import load_recipe
+from .errors import CheckpointError, DataError
+from .metrics import read_metrics
+from .run_folder import RunFolder
+from .schedule import ENGINE_FILE, LOOP_FILE, SEQUENCED, Event, describe, read_lineage
+
+
+@dataclass(slots=True)
+class Verdict:
+    """What the files of a run say. faults: what is wrong, in words; empty: nothing."""
+
+    run: Path
+    steps: int = 0
+    groups: int = 0
+    consumed: int = 0
+    failed: int = 0
+    outstanding: int = 0
+    resumes: int = 0
+    lost: int = 0
+    doubled: int = 0
+    faults: list[str] = field(default_factory=list)
+
+
+def verify_run(path: str | Path) -> Verdict:
+    """Check a run's surviving lineage. Raises DataError where there is nothing to check."""
+    folder = RunFolder.open(path)
+    events = read_lineage(folder.path / LOOP_FILE)
+    if not events or events[0]["event"] != "start":
+        raise DataError(f"{folder.path / LOOP_FILE} does not begin with the start of a run")
+    verdict = Verdict(folder.path)
+    raw = (folder.path / LOOP_FILE).read_bytes()
+    verdict.resumes = raw.count(b'{"event":"resume"')
+    _check_groups(events, verdict)
+    _check_steps(events, verdict)
+    _check_staleness(events, verdict)
+    _check_metrics(folder, events, verdict)
+    _check_checkpoints(folder, verdict)
+    return verdict
+
+
+def _of(events: Sequence[Event], kind: str) -> list[Event]:
+    return [event for event in events if event["event"] == kind]
+
+
+def _check_groups(events: Sequence[Event], verdict: Verdict) -> None:
+    """Each group is dispatched once and leaves once; ids are dense; first issues keep the order of
+    the data."""
+    dispatched = _of(events, "dispatch")
+    ids = Counter(event["group"] for event in dispatched)
+    trained = Counter(group for event in _of(events, "train") for group in event["groups"])
+    failed = Counter(event["group"] for event in _of(events, "fail"))
+    verdict.groups, verdict.consumed = len(ids), len(trained)
+    verdict.failed = len(failed)
+    gone = trained + failed
+    verdict.outstanding = len(set(ids) - set(gone))
+    twice = sorted(group for group, count in gone.items() if count > 1)
+    verdict.doubled = len(twice)
+    for group in twice[:8]:
+        verdict.faults.append(f"group {group} left {gone[group]} times: trained or failed twice")
+    unknown = sorted(set(gone) - set(ids))
+    verdict.faults += [f"group {group} was trained, never dispatched" for group in unknown[:8]]
+    missing = sorted(set(range(max(ids, default=-1) + 1)) - set(ids))
+    verdict.lost = len(missing)
+    verdict.faults += [f"group {group} is missing: ids have a gap" for group in missing[:8]]
+    again = sorted(group for group, count in ids.items() if count > 1)
+    verdict.faults += [f"group {group} was dispatched more than once" for group in again[:8]]
+    first = sorted((e["group"], e["problem"]) for e in dispatched if e["issue"] == 0)
+    for (before, a), (after, b) in pairwise(first):
+        if b not in (a + 1, 0):
+            verdict.faults.append(
+                f"the data jumps: group {before} had problem {a}, group {after} has problem {b}"
+            )
+            break
+
+
+def _check_steps(events: Sequence[Event], verdict: Verdict) -> None:
+    """Steps count up by one; versions by one or, where a step was skipped, by none."""
+    version = 0
+    steps = _of(events, "step")
+    verdict.steps = len(steps)
+    for number, event in enumerate(steps, start=1):
+        if event["step"] != number:
+            verdict.faults.append(f"step {number} is missing; {event['step']} comes in its place")
+            return
+        if event["target"] != version or event["version"] - version not in (0, 1):
+            verdict.faults.append(
+                f"step {number} went from version {event['target']} to {event['version']}, after "
+                f"version {version}"
+            )
+            return
+        version = event["version"]
+
+
+def _check_staleness(events: Sequence[Event], verdict: Verdict) -> None:
+    """Every group is trained within max_staleness of the version that it was dispatched at."""
+    start = events[0]
+    size = start["groups_per_step"]
+    dispatched = {event["group"]: event["version"] for event in _of(events, "dispatch")}
+    targets = iter([event["target"] for event in _of(events, "step")])
+    for event in _of(events, "train"):
+        for place in range(0, len(event["groups"]), size):
+            target = next(targets, None)
+            if target is None:
+                return  # the run ended while this batch was with the trainer
+            for group in event["groups"][place : place + size]:
+                lag = target - dispatched.get(group, target)
+                if not 0 <= lag <= start["max_staleness"]:
+                    verdict.faults.append(
+                        f"group {group} was trained {lag} versions after its dispatch; "
+                        f"max_staleness is {start['max_staleness']}"
+                    )
+
+
+def _check_metrics(folder: RunFolder, events: Sequence[Event], verdict: Verdict) -> None:
+    """metrics.jsonl has one row for each step of the lineage, with the same loss and version."""
+    path = folder.path / "metrics.jsonl"
+    rows = [r for r in read_metrics(path).records if "loss" in r] if path.is_file() else []
+    steps = _of(events, "step")
+    for event, row in zip_longest(steps, rows):
+        if event is None or row is None:
+            verdict.faults.append(
+                f"metrics.jsonl has {len(rows)} steps, the schedule has {len(steps)}"
+            )
+            return
+        for name in ("step", "version", "loss", "lr"):
+            if event[name] != row.get(name):
+                verdict.faults.append(
+                    f"step {event['step']}: {name} is {row.get(name)} in metrics.jsonl, "
+                    f"{event[name]} in the schedule"
+                )
+                return
+
+
+def _check_checkpoints(folder: RunFolder, verdict: Verdict) -> None:
+    for path in Checkpoints(folder.checkpoints).complete():
+        try:
+            verify(path)
+        except CheckpointError as error:
+            verdict.faults.append(str(error))
+
+
+def first_difference(a: str | Path, b: str | Path) -> str | None:
+    """The first event at which two runs part, in words; None: all that both have is the same.
+
+    Compared are the recipes, then the events that decide what a run computes and what came of
+    them: dispatches, batches, loaded versions, checkpoints, losses, weights, and, of deterministic
+    runs, the tokens and log-probs of every rollout and the steps of the engine. What only one of
+    the two still goes on to do is no difference.
+    """
+    runs = RunFolder.open(a), RunFolder.open(b)
+    recipe, other = (load_recipe(run.path / "config.toml").to_toml() for run in runs)
+    for mine, theirs in zip_longest(recipe.splitlines(), other.splitlines()):
+        if mine != theirs and not str(mine).startswith("name = "):
+            return f"recipes: {mine} here, {theirs} there"
+    for file, streams in ((LOOP_FILE, _loop_streams), (ENGINE_FILE, _engine_streams)):
+        paths = [run.path / file for run in runs]
+        if not all(path.is_file() for path in paths):
+            continue
+        for mine, theirs in zip(*(streams(read_lineage(path)) for path in paths), strict=True):
+            for one, two in zip(mine, theirs, strict=False):
+                if one != two:
+                    return f"{file}: {describe(one)} here, {describe(two)} there"
+    return None
+
+
+def _loop_streams(events: Sequence[Event]) -> Iterator[list[Event]]:
+    """Events whose order decides the run, the steps, and rollouts by id, which may end in any
+    order."""
+    yield [e for e in events if e["event"] in SEQUENCED]
+    yield [e for e in events if e["event"] == "step"]
+    ended = [e for e in events if e["event"] == "rollout" and e["status"] != "leftover"]
+    yield sorted(ended, key=lambda event: event["id"])
+
+
+def _engine_streams(events: Sequence[Event]) -> Iterator[list[Event]]:
+    yield list(events)
