@@ -116,6 +116,9 @@ class LossOptions:
     advantage: Literal["grpo", "no_std", "leave_one_out"] = "grpo"
     """grpo: (reward - mean) / (std with n-1, + 1e-6). no_std: reward - mean. leave_one_out:
     reward - mean of the others."""
+    variance_of: Literal["outcome", "reward"] = "outcome"
+    """What must differ within a group for it to teach anything: the raw outcome of the task, or the
+    reward, so that shaped parts (a well-formed call) teach where no outcome differs."""
 
 
 @dataclass(frozen=True, slots=True)
