@@ -177,13 +177,18 @@ def test_prompt_and_grader_belong_together() -> None:
         task = Gsm8kTask(Gsm8kOptions(mode=mode))  # type: ignore[arg-type]
         messages = task.prompt("why?")
         assert mark.replace("143", "42") in messages[0]["content"]
-        assert mark in messages[-2]["content"]
+        assert [messages[i]["content"] for i in (3, 4)] == ["143", mark]
         assert [m["role"] for m in messages] == [
-            "system", "user", "assistant", "tool", "assistant", "user",
+            "system", *["user", "assistant", "tool", "assistant"] * 2, "user",
         ]  # fmt: skip
-    plain = Gsm8kTask(Gsm8kOptions(tool=False, example=False)).prompt("why?")
-    assert [m["role"] for m in plain] == ["system", "user"]
-    assert "tool" not in plain[0]["content"]
+    described = Gsm8kTask(Gsm8kOptions(num_examples=0)).prompt("why?")
+    assert [m["role"] for m in described] == ["system", "user"]
+    assert '"name": "calculator"' in described[0]["content"]
+    plain = Gsm8kTask(Gsm8kOptions(tool=False, num_examples=1)).prompt("why?")
+    assert [m["role"] for m in plain] == ["system", "user", "assistant", "user"]
+    assert "calculator" not in str(plain)
+    with pytest.raises(ValueError, match="num_examples"):
+        Gsm8kOptions(num_examples=4)
 
 
 def test_a_folder_of_ones_own_and_what_is_refused_in_it(tmp_path: Path) -> None:

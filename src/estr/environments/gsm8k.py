@@ -36,15 +36,25 @@ SLICE = Path(__file__).parents[1] / "data" / "gsm8k"
 Mode = Literal["marked", "boxed"]
 
 _MARK = re.compile(r"<<(.+?)=([^=<>]*)>>")
-_HOW_TO_END: dict[Mode, str] = {
-    "marked": "When you know the result, end with a line of the form: #### 42",
-    "boxed": "When you know the result, end with: \\boxed{42}",
+_ENDING: dict[Mode, str] = {
+    "marked": "end with a line of the form: #### 42",
+    "boxed": "end with: \\boxed{42}",
 }
-_EXAMPLE = (
-    "A baker fills 15 trays with 12 rolls each and sells 37 rolls. How many rolls are left?",
-    "15*12-37",
-    "143",
+_EXAMPLES: tuple[tuple[str, str], ...] = (
+    (
+        "A baker fills 15 trays with 12 rolls each and sells 37 rolls. How many rolls are left?",
+        "15*12-37",
+    ),
+    (
+        "Ann buys 4 pens for $3 each and pays with $20. How much change does she get?",
+        "20-4*3",
+    ),
+    (
+        "A train goes 60 miles an hour for 3 hours, then 40 for 2 hours. How far does it go?",
+        "60*3+40*2",
+    ),
 )
+"""Made up for the prompt; none is a record of GSM8K."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +67,9 @@ class Gsm8kOptions:
     """What is asked for and graded: marked: "#### 42"; boxed: \\boxed{42}."""
     tool: bool = True
     """Is there a calculator?"""
-    example: bool = True
-    """Show one worked example before the problem."""
+    num_examples: int = 2
+    """Worked examples before the problem, at most 3. They show how to call the calculator; without
+    any, its signature is described."""
     max_turns: int = 4
     """Turns of a rollout, at most."""
     tool_reward: float = 0.1
@@ -70,6 +81,10 @@ class Gsm8kOptions:
 
     def __post_init__(self) -> None:
         require(self.max_turns >= 1, f"max_turns must be at least 1, not {self.max_turns}")
+        require(
+            0 <= self.num_examples <= len(_EXAMPLES),
+            f"num_examples must be in [0, {len(_EXAMPLES)}], not {self.num_examples}",
+        )
         require(
             math.isfinite(self.tool_reward) and self.tool_reward >= 0,
             f"tool_reward must be finite and at least 0, not {self.tool_reward}",
@@ -138,28 +153,29 @@ class Gsm8kTask:
 
     def prompt(self, question: str) -> list[Message]:
         """The messages before the first turn."""
-        rules = "Solve the problem step by step. " + _HOW_TO_END[self.options.mode]
+        ending = _ENDING[self.options.mode]
+        rules = f"Solve the problem step by step and {ending}"
         if self._toolbox is not None:
-            rules += "\n\n" + self._toolbox.instructions()
+            rules = f"First call the calculator, then say the result and {ending}"
+            if not self.options.num_examples:
+                rules += "\n\n" + self._toolbox.instructions()
         messages: list[Message] = [{"role": "system", "content": rules}]
-        if self.options.example:
-            messages += self._example()
+        for example in _EXAMPLES[: self.options.num_examples]:
+            messages += self._worked(*example)
         return [*messages, {"role": "user", "content": question}]
 
-    def _example(self) -> list[Message]:
-        question, expression, result = _EXAMPLE
-        called: list[Message] = [
-            {
-                "role": "assistant",
-                "content": write_call("calculator", {"expression": expression}),
-            },
-            {"role": self.options.tool_role, "content": calculator(expression)},
-        ]
-        answer = f"{expression.replace('*', ' * ').replace('-', ' - ')} = {result} rolls are left."
+    def _worked(self, question: str, expression: str) -> list[Message]:
+        result = calculator(expression)
+        asked: Message = {"role": "user", "content": question}
+        answered: Message = {"role": "assistant", "content": self._grader.reply(result)}
+        if self._toolbox is None:
+            return [asked, answered]
+        call = write_call("calculator", {"expression": expression})
         return [
-            {"role": "user", "content": question},
-            *(called if self._toolbox is not None else []),
-            {"role": "assistant", "content": f"{answer}\n{self._grader.reply(result)}"},
+            asked,
+            {"role": "assistant", "content": call},
+            {"role": self.options.tool_role, "content": result},
+            answered,
         ]
 
     async def _grade(self, answer: str, ending: Ending) -> Reply:
