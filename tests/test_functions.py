@@ -64,6 +64,7 @@ async def test_a_call_that_hangs_is_given_up_and_others_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(functions, "MAX_HUNG_CALLS", 2)
+    monkeypatch.setattr(functions, "_hung", set())
     released = threading.Event()
 
     async def hang() -> None:

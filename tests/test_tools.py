@@ -109,7 +109,7 @@ def unfillable(x: threading_lock) -> None:  # type: ignore[name-defined]  # noqa
 @pytest.mark.parametrize("function", [untyped, undocumented, unfillable])
 def test_a_function_without_a_schema_is_refused(function: Any) -> None:
     with pytest.raises(ConfigError, match=r"task\.tools: \w+ cannot be a tool"):
-        Toolbox({function.__name__: function})
+        Toolbox({function.__name__: function}).instructions()
 
 
 def test_two_tools_of_one_name_are_refused() -> None:

@@ -85,32 +85,46 @@ def _parse(body: str) -> Call:
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function with what the model is told of it and the check of its arguments."""
+    """A function under its name, with the check of its arguments."""
 
     function: Callable[..., Any]
-    schema: Mapping[str, Any]
+    name: str
+    key: str
     arguments: type[msgspec.Struct]
 
     @classmethod
     def of(cls, function: Callable[..., Any], name: str, key: str) -> Tool:
-        """Raises ConfigError naming what signature or docstring lack."""
-        from transformers.utils import get_json_schema
-
+        """Raises ConfigError naming what the signature lacks."""
         try:
-            schema = get_json_schema(function)["function"]
             hints = typing.get_type_hints(function)
             fields = [_field(p, hints) for p in inspect.signature(function).parameters.values()]
             arguments = msgspec.defstruct(
                 "Arguments", fields, forbid_unknown_fields=True, kw_only=True
             )
             msgspec.json.Decoder(arguments)  # refuses a type that JSON cannot fill
-        except Exception as error:  # each of the libraries has its own
-            raise ConfigError(
-                f"{key}: {name} cannot be a tool: {error} A tool has type hints and a docstring "
-                'that says what it does and, under "Args:", what each argument is'
-            ) from error
+        except Exception as error:  # a type hint may raise anything
+            raise _no_tool(name, key, error) from error
+        return cls(function, name, key, arguments)
+
+    def schema(self) -> dict[str, Any]:
+        """What the model is told, as chat templates take it. Raises ConfigError naming what
+        signature or docstring lack."""
+        from transformers.utils import get_json_schema
+
+        try:
+            schema = get_json_schema(self.function)["function"]
+        except Exception as error:  # transformers has its own
+            raise _no_tool(self.name, self.key, error) from error
         schema.pop("return", None)
-        return cls(function, {"type": "function", "function": {**schema, "name": name}}, arguments)
+        return {"type": "function", "function": {**schema, "name": self.name}}
+
+
+def _no_tool(name: str, key: str, error: Exception) -> ConfigError:
+    said = f"{type(error).__name__}: {error}".rstrip(".")
+    return ConfigError(
+        f"{key}: {name} cannot be a tool: {said}. A tool has type hints and a docstring that says "
+        'what it does and, under "Args:", what each argument is'
+    )
 
 
 def _field(parameter: inspect.Parameter, hints: Mapping[str, Any]) -> Any:
@@ -125,7 +139,8 @@ class Toolbox:
     """The tools of a task by name.
 
     timeout_s: of one call. max_chars: longer answers are cut, on the side that `cut` names ("left"
-    drops the left part and keeps the end). Raises ConfigError for a function without a schema.
+    drops the left part and keeps the end). Raises ConfigError for a function without type hints,
+    and in `schemas` and `instructions` for one without a docstring.
     """
 
     def __init__(
@@ -143,8 +158,8 @@ class Toolbox:
         self._cut: CutSide = cut
 
     def schemas(self) -> list[Mapping[str, Any]]:
-        """As chat templates take them."""
-        return [tool.schema for tool in self.tools.values()]
+        """Of all tools, in their order."""
+        return [tool.schema() for tool in self.tools.values()]
 
     def instructions(self) -> str:
         """What a system message says about the tools."""
