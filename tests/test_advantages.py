@@ -199,3 +199,12 @@ def test_lengths_and_kinds_are_checked():
     for values in ([1.0, 0.0], [1.0, 1.0], []):
         with pytest.raises(ValueError, match="'zscore' is unknown; known: grpo, no_std"):
             group_advantages(values, values, kind="zscore")
+
+
+def test_what_must_differ_for_a_group_to_teach_is_a_choice() -> None:
+    rewards, outcomes = [0.1, 0.0, 0.0, 0.1], [0.0, 0.0, 0.0, 0.0]
+    assert group_advantages(rewards, outcomes, kind="no_std") == [0.0] * 4
+    taught = group_advantages(rewards, outcomes, kind="no_std", variance_of="reward")
+    assert taught == pytest.approx([0.05, -0.05, -0.05, 0.05])
+    equal = group_advantages([0.5] * 4, [0.0, 1.0, 0.0, 1.0], kind="grpo", variance_of="reward")
+    assert equal == [0.0] * 4

@@ -208,6 +208,9 @@ def test_check_prints_a_recipe(model: Path) -> None:
     notes = [line for line in result.stdout.split("\n") if line.startswith("# ")]
     assert "# gold answers of 8 problems are graded 1" in notes
     assert f"# model folder {model}" in notes
+    assert [n for n in notes if n.startswith("# problem")] == [f"# problem {i}:" for i in range(3)]
+    assert "#   wrote | [" in result.stdout
+    assert "#   read  | " in result.stdout
 
 
 def test_check_names_every_error_of_a_file_checks_149_and_156(tmp_path: Path) -> None:
@@ -259,6 +262,10 @@ def test_check_says_that_a_task_has_no_gold_answers(model: Path) -> None:
     findings = check_recipe(None, [f"model={model}", "task.name=test_cli:Goldless"])
     assert findings.errors == []
     assert any("no gold answers" in note for note in findings.notes)
+    assert len(findings.shown) == 3
+    for trajectory in findings.shown:
+        assert trajectory.num_tokens > 0
+        assert trajectory.num_sampled_tokens == 0
 
 
 class Disagreeing(CalculatorTask):

@@ -237,7 +237,7 @@ def test_what_reshapes_the_distribution_is_refused_with_the_reason(key):
 
 def test_a_key_like_no_other_gets_the_list():
     assert refusal({"loss": {"zzzz": 1}}) == (
-        "unknown key loss.zzzz; known here: advantage, aggregation"
+        "unknown key loss.zzzz; known here: advantage, aggregation, variance_of"
     )
 
 

@@ -117,8 +117,9 @@ def test_python_examples_run_one_after_the_other(document: Path, tmp_path: Path)
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working folder with the recipes and a finished run of the built-in model in it."""
+    """A working folder with the recipes, an example, and a finished run of the built-in model."""
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    shutil.copytree(ROOT / "examples" / "own-data", tmp_path, dirs_exist_ok=True)
     run = RunFolder.create(Recipe(), tmp_path / "runs")
     for place in (run.model_best, run.model_last):
         shutil.copytree(resolve_model("builtin"), place)
@@ -206,3 +207,13 @@ def test_links_lead_somewhere() -> None:
         if not (document.parent / target).exists()
     ]
     assert dead == []
+
+
+def test_the_page_on_own_data_shows_the_example() -> None:
+    folder = ROOT / "examples" / "own-data"
+    page = [b for b in BLOCKS if b.document.name == "own-data.md"]
+    shown = tomllib.loads(next(b.text for b in page if b.language == "toml"))
+    kept = tomllib.loads((folder / "my.toml").read_text())
+    assert shown == {key: value for key, value in kept.items() if key != "steps"}
+    function = next(b.text for b in page if b.language == "python")
+    assert function in (folder / "my_reward.py").read_text()

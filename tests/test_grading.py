@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estr.errors import GraderError
-from estr.grading import exact_integer, grade_number, last_number, marked_number
+from estr.grading import (
+    GRADERS,
+    exact_integer,
+    grade_answer,
+    grade_number,
+    grade_text,
+    last_answer_line,
+    last_box,
+    last_number,
+    marked_number,
+)
 
 
 @pytest.mark.parametrize(
@@ -134,3 +144,113 @@ def test_any_text_is_graded_without_an_error(text: str) -> None:
     assert exact_integer(text, 7) in (0.0, 1.0)
     assert grade_number(last_number(text), "7") in (0.0, 1.0)
     assert grade_number(marked_number(text), "7") in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1} or rather \boxed{2}", "2"),
+        (r"\fbox{42}", "42"),
+        (r"\boxed{\text{a {b} c}}", r"\text{a {b} c}"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\fbox{4}}", "4"),
+        (r"\boxed {7}", "7"),
+        (r"\boxed{3} and \boxed{4", "3"),
+        (r"}} \boxed{5}", "5"),
+        (r"\boxed{}", ""),
+        (r"\boxed 5", None),
+        ("boxed{5}", None),
+        ("", None),
+    ],
+)
+def test_the_last_whole_box_braces_balanced_checks_88_and_90(text: str, content: str) -> None:
+    assert last_box(text) == content
+
+
+def test_many_open_boxes_take_no_long_time() -> None:
+    assert last_box("\\boxed{" * 20_000 + "1" + "}" * 20_000) == "1"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("so\nAnswer: 42", "42"),
+        ("**Answer:** 42", "42"),
+        ("Final Answer: **73**", "73"),
+        (r"Answer: \boxed{\frac{1}{2}}", r"\frac{1}{2}"),
+        ("answer : -3\nAnswer: 5", "5"),
+        ("Answer:", None),
+        ("The answer is 42", None),
+        ("my reanswer: 3", None),
+    ],
+)
+def test_the_last_answer_line(text: str, said: str | None) -> None:
+    assert last_answer_line(text) == said
+
+
+@pytest.mark.parametrize(
+    ("answer", "gold", "outcome"),
+    [
+        (r"\frac{1}{2}", r"\frac{1}{3}", 0.0),
+        (r"\frac{1}{2}", r"\frac{1}{2}", 1.0),
+        (r"\dfrac12", "1/2", 1.0),
+        (r"-\frac{1}{2}", "-0.5", 1.0),
+        (r"\frac{2}{4}", "0.5", 1.0),
+        (r"\frac{1}{0}", "0", 0.0),
+        (r"\$29.00", "29", 1.0),
+        ("29.50", "29", 0.0),
+        ("1,080", "1080", 1.0),
+        ("1{,}080", "1080", 1.0),
+        (r"10\,000", "10000", 1.0),
+        ("1,08", "108", 0.0),
+        ("016", "16", 1.0),
+        ("-3", "3", 0.0),
+        ("\N{MINUS SIGN}3", "-3", 1.0),
+        (r"72 \text{ dollars}", "72", 1.0),
+        (r"336^\circ", "336", 1.0),
+        (r"50\%", "50", 1.0),
+        (r"$\left( 1, 2 \right)$", "(1,2)", 1.0),
+        (r"\text{Evelyn}", "Evelyn", 1.0),
+        ("**73**", "73", 1.0),
+        ("72 or 73", "73", 0.0),
+        ("2*3", "23", 0.0),
+        ("1 2", "12", 0.0),
+        ("x + 1", "x+1", 1.0),
+        ("x+1", "x-1", 0.0),
+        ("", "1", 0.0),
+        ("1" * 3000, "1", 0.0),
+    ],
+)
+def test_an_answer_is_compared_whole(answer: str, gold: str, outcome: float) -> None:
+    assert grade_answer(answer, gold) == outcome
+    assert grade_answer(None, gold) == 0.0
+
+
+@pytest.mark.parametrize("gold", ["", "  ", "$$", "see figure"])
+def test_a_gold_answer_that_says_nothing_is_never_a_reward_check_94(gold: str) -> None:
+    for answer in (None, gold, "1"):
+        with pytest.raises(GraderError, match="not a mathematical answer"):
+            grade_answer(answer, gold)
+
+
+def test_text_is_compared_but_for_case_and_spaces() -> None:
+    assert grade_text(" New  York.\n", "new york") == 1.0
+    assert grade_text("York", "new york") == 0.0
+    with pytest.raises(GraderError, match="is empty"):
+        grade_text("x", " ")
+
+
+@pytest.mark.parametrize("name", sorted(GRADERS))
+@pytest.mark.parametrize("gold", ["72", "-3", "1,080", "0.5"])
+def test_every_grader_grades_its_own_reply_and_no_other_check_101(name: str, gold: str) -> None:
+    grader = GRADERS[name]
+    assert grader.grade(grader.reply(gold), gold) == 1.0
+    assert grader.grade(grader.reply("7"), gold) == 0.0
+    assert grader.grade("", gold) == 0.0
+
+
+@given(st.text(max_size=60), st.sampled_from(sorted(GRADERS)))
+@settings(max_examples=200, deadline=None)
+def test_any_text_is_graded_by_any_grader(text: str, name: str) -> None:
+    assert GRADERS[name].grade(text, "7") in (0.0, 1.0)

@@ -103,6 +103,8 @@ def _types(hint: Any) -> Iterator[str]:
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Literal:
         yield from (f"`{json.dumps(choice)}`" for choice in arguments)
+    elif origin is tuple and arguments == (str, ...):
+        yield "list of texts"
     elif origin is tuple and arguments[-1] is Ellipsis:
         yield "table or list of tables"
     elif origin is tuple:

@@ -3,8 +3,9 @@
 A member is scored when it has both a reward and an outcome. Unscored members leave the statistics
 and get None, which is not the same as an advantage of zero. Whether a group teaches anything is
 read from the raw outcomes: a shaped reward (a length penalty, say) makes members differ that the
-task itself holds equal. Groups are kept or dropped whole, and there is no statistic over the whole
-batch, so what else is in the batch never changes an advantage.
+task itself holds equal. Where that is wanted, `variance_of` says so. Groups are kept or dropped
+whole, and there is no statistic over the whole batch, so what else is in the batch never changes an
+advantage.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy.typing as npt
 from .errors import NumericsError
 
 AdvantageKind = Literal["grpo", "no_std", "leave_one_out"]
+VarianceOf = Literal["outcome", "reward"]
 
 Float64Array = npt.NDArray[np.float64]
 
@@ -41,6 +43,7 @@ def group_advantages(
     outcomes: Sequence[float | None],
     *,
     kind: AdvantageKind,
+    variance_of: VarianceOf = "outcome",
 ) -> list[float | None]:
     """The advantage of each member of one group, in float64; None where a member is unscored.
 
@@ -50,7 +53,8 @@ def group_advantages(
     - "no_std": R - mean R (Dr. GRPO, arXiv:2503.20783, section 3.2)
     - "leave_one_out": R - mean of the other members' R (RLOO, arXiv:2402.14740)
 
-    Exactly 0.0 where the scored members' outcomes do not differ, and for a group of one. Never NaN.
+    Exactly 0.0 where the scored members' outcomes (their rewards, if variance_of says so) do not
+    differ, and for a group of one. Never NaN.
     Raises NumericsError on a reward or outcome that is not finite, or so large that the statistics
     overflow; ValueError when the two sequences differ in length or the kind is unknown.
     """
@@ -66,7 +70,8 @@ def group_advantages(
         if reward is not None and outcome is not None
     ]
     advantages: list[float | None] = [None] * len(rewards)
-    if is_zero_variance([outcomes[i] for i in scored]):
+    compared = outcomes if variance_of == "outcome" else rewards
+    if is_zero_variance([compared[i] for i in scored]):
         values = np.zeros(len(scored))
     else:
         values = _baselined(np.array([rewards[i] for i in scored], dtype=np.float64), kind)

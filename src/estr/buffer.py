@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .advantages import AdvantageKind, group_advantages
+from .advantages import AdvantageKind, VarianceOf, group_advantages
 from .errors import GroupsError, StalenessError, Stalled
 from .groups import Group, Groups
 from .metrics import Metrics
@@ -59,9 +59,15 @@ class Buffer:
     """Finished groups on their way to the trainer. Used from one event loop; it takes over
     `groups.on_change` to wake whoever waits."""
 
-    def __init__(self, groups: Groups, advantage: AdvantageKind = "grpo") -> None:
+    def __init__(
+        self,
+        groups: Groups,
+        advantage: AdvantageKind = "grpo",
+        variance_of: VarianceOf = "outcome",
+    ) -> None:
         self.groups = groups
         self._advantage: AdvantageKind = advantage
+        self._variance_of: VarianceOf = variance_of
         self._changed = asyncio.Event()
         self._num_added = 0
         groups.on_change = self._changed.set
@@ -75,7 +81,7 @@ class Buffer:
         """
         group = self.groups[group_id]
         _require_own(group, trajectories)
-        scored = [a is not None for a in _advantages(trajectories, self._advantage)]
+        scored = [a is not None for a in self._advantages(trajectories)]
         if sum(scored) >= MIN_SCORED:
             self._num_added += 1
             self.groups.finish(group, trajectories)
@@ -111,7 +117,7 @@ class Buffer:
                 group.id,
                 target,
                 group.trajectories,
-                tuple(_advantages(group.trajectories, self._advantage)),
+                tuple(self._advantages(group.trajectories)),
             )
             for group, target in zip(batch, targets, strict=True)
         ]
@@ -154,6 +160,14 @@ class Buffer:
         trajectories among them, which nobody will train on."""
         return [t for group in self.groups.leftover() for t in group.trajectories]
 
+    def _advantages(self, trajectories: Sequence[Trajectory]) -> list[float | None]:
+        return group_advantages(
+            [t.reward for t in trajectories],
+            [t.outcome for t in trajectories],
+            kind=self._advantage,
+            variance_of=self._variance_of,
+        )
+
     def _who_waits(self, timeout_s: float) -> str:
         groups = self.groups
         blocking = groups.blocking()
@@ -168,11 +182,6 @@ class Buffer:
             f"most {groups.capacity} outstanding; failed: {failed or 'none'}. "
             "Look at the engine and the environments, or raise rollout.timeout_s"
         )
-
-
-def _advantages(trajectories: Sequence[Trajectory], kind: AdvantageKind) -> list[float | None]:
-    rewards = [t.reward for t in trajectories]
-    return group_advantages(rewards, [t.outcome for t in trajectories], kind=kind)
 
 
 def _require_own(group: Group, trajectories: Sequence[Trajectory]) -> None:

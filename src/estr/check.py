@@ -2,6 +2,7 @@
 
     recipe file --read--> Recipe --resolve--> model folder, task, stop tokens, correction
                                  --play----> the gold answers of a few problems, graded
+                                 --show----> three prompts as the model reads them
 
 Nothing is drawn and no weights are loaded: gold answers are played by a scripted engine, through
 the very path that a rollout takes (tokenizer, budgets, stop tokens, grader).
@@ -10,6 +11,7 @@ the very path that a rollout takes (tokenizer, budgets, stop tokens, grader).
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,21 +25,26 @@ from .engine import ScriptedEngine
 from .environment import Task
 from .errors import ConfigError, EstrError
 from .rollout import RolloutSetting, run_rollout
-from .types import RolloutId, SamplingSettings, Trajectory
+from .types import RolloutId, SamplingSettings, Segment, Trajectory
 
 T = TypeVar("T")
 
 NUM_GOLD_PROBLEMS = 4
+NUM_SHOWN = 3
 _GOLD_OUTCOME = 1.0
 
 
 @dataclass(slots=True)
 class Findings:
-    """notes: what was resolved, a line each. errors: what is wrong, each with its remedy."""
+    """notes: what was resolved, a line each. errors: what is wrong, each with its remedy. shown:
+    the first training problems with their gold answers, or only their prompts where there are none;
+    decode turns their token ids into text."""
 
     recipe: Recipe | None = None
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    shown: list[Trajectory] = field(default_factory=list)
+    decode: Callable[[list[int]], str] = str
 
     def attempt(self, work: Callable[[], T]) -> T | None:
         """The result of `work`; None, and one more error, where it raises an EstrError."""
@@ -64,6 +71,7 @@ def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
         stops = findings.attempt(lambda: codec.resolve_stops(task.stop))
         if stops is not None:
             findings.notes.append(f"a turn ends at token {' or '.join(map(str, stops))}")
+            findings.decode = codec.decode
             _play_gold_answers(recipe, task, codec, stops, findings)
     return findings
 
@@ -128,42 +136,59 @@ def _play_gold_answers(
         size = task.size(split)
         for problem in range(NUM_GOLD_PROBLEMS if size is None else min(NUM_GOLD_PROBLEMS, size)):
             turns = task.gold(split, problem)
-            if not turns:
-                findings.notes.append(f"task {task.name} has no gold answers to play")
-                return
-            played += 1
-            trajectory = asyncio.run(_play(recipe, task, codec, sampling, split, problem, turns))
-            complaint = _complaint(trajectory)
+            setting = _setting(recipe, task, codec, sampling, split, turns)
+            name = RolloutId(0, problem, 0)
+            work = run_rollout(setting, name, problem, dispatch_version=0, deadline_version=0)
+            trajectory = asyncio.run(work)
+            if split == "train" and problem < NUM_SHOWN:
+                findings.shown.append(trajectory if turns else _prompt_of(trajectory))
+            complaint = _complaint(trajectory, played=bool(turns))
             if complaint:
+                whose = "the gold answer of " if turns else ""
+                said = f" ({' '.join(map(repr, turns))})" if turns else ""
                 findings.errors.append(
-                    f"the gold answer of {split} problem {problem} of task {task.name} "
-                    f"({' '.join(map(repr, turns))}) {complaint}"
+                    f"{whose}{split} problem {problem} of task {task.name}{said} {complaint}"
                 )
                 return
-    findings.notes.append(f"gold answers of {played} problems are graded {_GOLD_OUTCOME:g}")
+            played += bool(turns)
+    findings.notes.append(
+        f"gold answers of {played} problems are graded {_GOLD_OUTCOME:g}"
+        if played
+        else f"task {task.name} has no gold answers to play"
+    )
 
 
-async def _play(
+def _setting(
     recipe: Recipe,
     task: Task,
     codec: Codec,
     sampling: SamplingSettings,
     split: str,
-    problem: int,
     turns: Sequence[str],
-) -> Trajectory:
+) -> RolloutSetting:
+    """With an engine that writes these turns, and empty ones behind them."""
     left = iter(turns)
     end = list(sampling.stop_token_ids[:1])
     engine = ScriptedEngine(lambda request: codec.encode_observation(next(left, "")) + end)
-    setting = RolloutSetting(engine, task, codec, sampling, recipe.rollout, split=split)
-    return await run_rollout(
-        setting, RolloutId(0, problem, 0), problem, dispatch_version=0, deadline_version=0
-    )
+    return RolloutSetting(engine, task, codec, sampling, recipe.rollout, split=split)
 
 
-def _complaint(trajectory: Trajectory) -> str | None:
+def _prompt_of(trajectory: Trajectory) -> Trajectory:
+    """What was read before the first turn, if anything was."""
+    segment = trajectory.segments[0]
+    stop = trajectory.turns[0].start if trajectory.turns else len(segment)
+    prompt = Segment.context(segment.token_ids[:stop])
+    return dataclasses.replace(trajectory, segments=(prompt,), turns=(), outcome=None, reward=None)
+
+
+def _complaint(trajectory: Trajectory, *, played: bool) -> str | None:
+    """What is wrong with a played gold answer; without one, only what fails whatever is said."""
     if trajectory.error is not None:
         return f"fails with {trajectory.status}: {trajectory.error}"
+    if not trajectory.turns:
+        return "has a prompt that fills sampling.max_tokens; raise it or shorten the prompt"
+    if not played:
+        return None
     if trajectory.status == "truncated" or any(
         turn.finish_reason == "length" for turn in trajectory.turns
     ):

@@ -246,6 +246,8 @@ def _named(entry: Any, place: str) -> Table:
         return {"name": entry}
     if not isinstance(entry, Mapping):
         raise ConfigError(f"{place} must be a name or a table with a name, not {entry!r}")
+    if place == "task" and "path" in entry:
+        entry = {"name": "data", **entry}  # a file of one's own needs no more than its path
     if not isinstance(entry.get("name"), str):
         raise ConfigError(f"{place} has no name; say {place}.name = ...")
     return dict(entry)

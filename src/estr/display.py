@@ -349,7 +349,7 @@ def rollout_lines(trajectory: Trajectory, decode: Decode) -> Text:
         pairs = zip(segment.sampled.tolist(), segment.token_ids.tolist(), strict=True)
         for written, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
             shown = printable(decode([token for _, token in run]), newlines=True)
-            label, style = ("wrote", "bold") if written else ("read", "dim")
+            label, style = ("wrote", "bold green") if written else ("read", "dim")
             for i, line in enumerate(shown.removesuffix("\n").split("\n")):
                 text.append(f"  {label if i == 0 else '':<5} | ", style="dim")
                 text.append(f"{line}\n", style=style)

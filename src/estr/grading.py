@@ -3,16 +3,23 @@
     exact_integer("24", 24)                               1.0   the whole text is the number
     last_number("... so **-12** in all.")                 Decimal("-12")
     marked_number("so 5*3 = 15\\n#### $1,080")             Decimal("1080")
+    last_box("hence \\boxed{\\frac{1}{2}}")                "\\frac{1}{2}"
     grade_number(last_number(text), gold="29")            1.0 or 0.0
+    grade_answer(last_box(text), gold="\\frac{1}{2}")      1.0 or 0.0
 
-Numbers are compared as exact decimals: "29.00" is 29, "29.50" is not. A gold answer that is no
-number is the grader's failure (GraderError, the trajectory stays unscored), never a free reward.
+`GRADERS` names whole rules: where the answer stands and how it is compared. Numbers are compared
+exactly: "29.00" is 29, "29.50" is not. A gold answer that is none is the grader's failure
+(GraderError, the trajectory stays unscored), never a free reward.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from decimal import Decimal
+from fractions import Fraction
+from types import MappingProxyType
 
 from .errors import GraderError
 
@@ -25,6 +32,29 @@ _NUMBER = re.compile(
     r"(?P<digits>[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)"
 )
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
+
+_BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*{)|\\.|(?P<open>{)|(?P<close>})", re.DOTALL)
+_ANSWER_LINE = re.compile(
+    r"^[^A-Za-z0-9\n]*(?:final\s+)?answer[^\S\n]*(?:is)?[*_`]*[^\S\n]*:(.*)$",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+# What LaTeX adds for the eye only.
+_DECORATION = re.compile(
+    r"\\(?:left|right|displaystyle|[,;:!> ])(?![A-Za-z])|\\(?:mathrm|textbf|mathbf)(?={)|[$`]"
+)
+_UNIT = re.compile(
+    r"(?:\s|\\[ ,;])*\\(?:text|mbox|mathrm)\s*{\s*[A-Za-z. ]+}(?:\^{?[0-9]}?)?$|"
+    r"\^{?\\circ}?$|\\?%$|\\degree$"
+)
+_FRACTION = re.compile(
+    r"(?P<sign>-?)(?:\\[dtc]?frac{(?P<above>-?[0-9]+)}{(?P<below>-?[0-9]+)}"
+    r"|\\[dtc]?frac(?P<digit>[0-9])(?P<under>[0-9])"
+    r"|(?P<over>[0-9]+)/(?P<divisor>[0-9]+))"
+)
+_LONGEST = 2000
+"""Characters beyond which a text is no answer."""
+_WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)+")
 
 
 def exact_integer(text: str, gold: int) -> float:
@@ -63,6 +93,99 @@ def grade_number(answer: Decimal | None, gold: str) -> float:
     return float(answer is not None and answer == expected)
 
 
+def last_box(text: str) -> str | None:
+    """What stands in the last \\boxed{} or \\fbox{}, braces balanced. None: no box is whole."""
+    open_at: list[int | None] = []  # where the content of each open box begins; None: mere braces
+    last: tuple[int, int] | None = None
+    for found in _BRACE.finditer(text):
+        if found["box"] or found["open"]:
+            open_at.append(found.end() if found["box"] else None)
+        elif found["close"] and open_at:
+            start = open_at.pop()
+            if start is not None and (last is None or start > last[0]):
+                last = start, found.start()
+    return None if last is None else text[slice(*last)].strip()
+
+
+def last_answer_line(text: str) -> str | None:
+    """What the last line "Answer: ..." says, markdown removed; the content of a box in it. None:
+    there is no such line, or nothing behind the colon."""
+    lines = _ANSWER_LINE.findall(text)
+    if not lines:
+        return None
+    said = last_box(lines[-1]) or lines[-1].strip().strip("*_`").strip()
+    return said or None
+
+
+def grade_answer(answer: str | None, gold: str) -> float:
+    """1.0 iff `answer`, the whole of it, says the same as `gold`: as a number or fraction where
+    both are one, else letter by letter once decoration, units and spaces are gone.
+
+    Raises GraderError when gold is empty or is running text ("see figure").
+    """
+    check_gold_answer(gold)
+    if answer is None or len(answer) > _LONGEST:
+        return 0.0
+    values = _exact(answer), _exact(gold)
+    if None not in values:
+        return float(values[0] == values[1])
+    return float(bool(_bare(answer)) and _bare(answer) == _bare(gold))
+
+
+def grade_text(answer: str, gold: str) -> float:
+    """1.0 iff both texts are equal but for case, white space and a full stop at the end."""
+    if not _folded(gold):
+        raise GraderError(f"the gold answer {gold!r} is empty; correct or drop the problem")
+    return float(_folded(answer) == _folded(gold))
+
+
+def check_gold_answer(gold: str) -> None:
+    """Raises GraderError unless `gold` is something that `grade_answer` can compare with."""
+    if not _bare(gold) or _WORDS.fullmatch(gold.strip()):
+        raise GraderError(
+            f"the gold answer {gold!r} is not a mathematical answer; correct or drop the problem"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Grader:
+    """A rule by name. grade(text, gold) is the outcome; reply(gold) the shortest text that has
+    outcome 1.0; both raise GraderError for a gold answer that cannot be graded."""
+
+    grade: Callable[[str, str], float]
+    reply: Callable[[str], str]
+    says: str
+    """What it looks for, for people."""
+
+
+GRADERS: Mapping[str, Grader] = MappingProxyType(
+    {
+        "number": Grader(
+            lambda text, gold: grade_number(last_number(text), gold),
+            lambda gold: gold,
+            "the last number of the reply",
+        ),
+        "marked": Grader(
+            lambda text, gold: grade_number(marked_number(text), gold),
+            lambda gold: f"#### {gold}",
+            'the number after the last "####"',
+        ),
+        "boxed": Grader(
+            lambda text, gold: grade_answer(last_box(text), gold),
+            lambda gold: f"\\boxed{{{gold}}}",
+            "the content of the last \\boxed{}",
+        ),
+        "answer_line": Grader(
+            lambda text, gold: grade_answer(last_answer_line(text), gold),
+            lambda gold: f"Answer: {gold}",
+            'the last line "Answer: ..."',
+        ),
+        "exact": Grader(grade_text, lambda gold: gold, "the whole reply, case and spaces aside"),
+    }
+)
+"""The graders that a recipe can name."""
+
+
 def _plain(text: str) -> str:
     return text.replace("\N{MINUS SIGN}", "-")
 
@@ -72,3 +195,36 @@ def _value(found: re.Match[str]) -> Decimal | None:
     if "," in digits and not _GROUPED.fullmatch(digits):
         return None
     return Decimal((found["sign"] or "") + digits.replace(",", ""))
+
+
+def _exact(text: str) -> Fraction | None:
+    """The number or fraction that the whole text is; None: it is neither."""
+    bare = _bare(text)
+    number = _NUMBER.fullmatch(bare)
+    if number is not None:
+        value = _value(number)
+        return None if value is None else Fraction(value)
+    found = _FRACTION.fullmatch(bare)
+    if found is None:
+        return None
+    above = found["above"] or found["digit"] or found["over"]
+    below = found["below"] or found["under"] or found["divisor"]
+    if not int(below):
+        return None
+    return Fraction(int(found["sign"] + "1") * int(above), int(below))
+
+
+def _bare(text: str) -> str:
+    """The text without what only decorates it: unit, markdown, dollar signs, LaTeX spacing."""
+    bare = _plain(text).replace("\\$", "$").strip().rstrip(".").strip("_")
+    while (shorter := _UNIT.sub("", bare.strip("$* "))) and shorter != bare:
+        bare = shorter
+    bare = _DECORATION.sub("", bare).replace("{,}", ",")
+    bare = re.sub(r"\\(?:text|mbox)\s*{([^{}]*)}", r"\1", bare)
+    bare = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", bare)
+    # A space between two letters or digits says something: "1 2" is not 12.
+    return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", " ".join(bare.split()))
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.split()).casefold().removesuffix(".")

@@ -88,7 +88,7 @@ class Loop:
             steps=recipe.steps,
             steps_per_batch=recipe.num_minibatches,
         )
-        self.buffer = Buffer(self.groups, advantage=recipe.loss.advantage)
+        self.buffer = Buffer(self.groups, recipe.loss.advantage, recipe.loss.variance_of)
         self.step = 0
         self.version = 0
         self.totals = Metrics()

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING
 
 import click
 
 from .options import find_recipe, set_option
+
+if TYPE_CHECKING:
+    from ..check import Findings
 
 
 @click.command()
@@ -17,7 +21,8 @@ def check(recipe: str | None, overrides: tuple[str, ...]) -> None:
 
     Prints it as resolved, and everything that is wrong with it: model, task, stop tokens and
     correction are looked up, and the gold answers of a few problems are played through tokenizer,
-    budgets and grader. The output is TOML, itself a recipe.
+    budgets and grader. Three of them are shown as tokens decode: what is read, and what is written
+    and so trained on (in color). The output is TOML, itself a recipe; nothing is written to disk.
 
     \b
     Example:
@@ -31,7 +36,22 @@ def check(recipe: str | None, overrides: tuple[str, ...]) -> None:
         click.echo(findings.recipe.to_toml(), nl=False)
     for note in findings.notes:
         click.echo(f"# {printable(note)}")
+    _show(findings)
     for error in findings.errors:
         click.echo(f"error: {printable(error)}", err=True)
     if findings.errors:
         sys.exit(2)
+
+
+def _show(findings: Findings) -> None:
+    """Each rollout as comments, so that the output stays TOML."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from ..display import rollout_lines
+
+    console = Console(file=sys.stdout, soft_wrap=True)
+    for trajectory in findings.shown:
+        console.print(Text(f"# problem {trajectory.problem}:"))
+        for line in rollout_lines(trajectory, findings.decode).split("\n", allow_blank=False):
+            console.print(Text("# ").append_text(line))

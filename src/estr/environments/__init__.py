@@ -12,17 +12,19 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import importlib
 from collections.abc import Mapping
 from typing import Any
 
 from ..config import read_options
 from ..environment import Task
 from ..errors import ConfigError
+from ..functions import import_object
 
 TASKS: dict[str, str] = {
     "arithmetic": "estr.environments.arithmetic:ArithmeticTask",
     "calculator": "estr.environments.calculator:CalculatorTask",
+    "data": "estr.environments.own_data:DataTask",
+    "gsm8k": "estr.environments.gsm8k:Gsm8kTask",
 }
 """The shipped tasks: name -> "module:Class"."""
 
@@ -58,22 +60,15 @@ def stable_hash(*key: str | int) -> int:
 
 def _task_class(name: str) -> Any:
     target = TASKS.get(name, name)
-    module, colon, attribute = target.partition(":")
-    if not colon:
+    if ":" not in target:
         raise ConfigError(
             f"task.name = {name!r} is unknown; known: {', '.join(TASKS)}, "
             'or "package.module:Class" for one of your own'
         )
-    try:
-        cls = getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a user's module may raise anything
-        raise ConfigError(
-            f"task.name = {name!r} cannot be imported: {type(error).__name__}: {error}; "
-            "the module must be importable from where estr is started (see PYTHONPATH)"
-        ) from error
+    cls = import_object(target, "task.name")
     if not dataclasses.is_dataclass(getattr(cls, "Options", None)):
         raise ConfigError(
-            f"task.name = {name!r}: {attribute} has no attribute Options, "
+            f"task.name = {name!r}: the class has no attribute Options, "
             "the dataclass of its options; see docs/adding-an-environment.md"
         )
     return cls

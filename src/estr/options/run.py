@@ -9,7 +9,8 @@ from typing import Literal
 from .corrections import require
 
 
-def _positive(name: str, value: float) -> None:
+def require_positive(name: str, value: float) -> None:
+    """Raise ValueError unless the value is finite and above 0."""
     require(value > 0 and math.isfinite(value), f"{name} must be finite and above 0, not {value}")
 
 
@@ -31,7 +32,7 @@ class SamplingOptions:
     """Budget of a whole trajectory, prompt and tool output included, tokens."""
 
     def __post_init__(self) -> None:
-        _positive("temperature", self.temperature)
+        require_positive("temperature", self.temperature)
         _at_least("max_new_tokens", self.max_new_tokens, 1)
         _at_least("max_tokens", self.max_tokens, 2)
 
@@ -58,7 +59,7 @@ class EngineOptions:
     def __post_init__(self) -> None:
         _at_least("max_batch", self.max_batch, 1)
         _at_least("threads", self.threads, 1)
-        _positive("timeout_s", self.timeout_s)
+        require_positive("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,9 +92,9 @@ class TrainerOptions:
     """The trainer is declared hung when one batch takes longer than this."""
 
     def __post_init__(self) -> None:
-        _positive("lr", self.lr)
+        require_positive("lr", self.lr)
         require(all(0 <= b < 1 for b in self.betas), f"betas must be in [0, 1), not {self.betas}")
-        _positive("adam_eps", self.adam_eps)
+        require_positive("adam_eps", self.adam_eps)
         require(
             self.weight_decay >= 0 and math.isfinite(self.weight_decay),
             f"weight_decay must be finite and at least 0, not {self.weight_decay}",
@@ -102,7 +103,7 @@ class TrainerOptions:
         require(self.grad_clip > 0, f"grad_clip must be above 0, not {self.grad_clip}")
         _at_least("token_budget", self.token_budget, 16)
         _at_least("threads", self.threads, 1)
-        _positive("timeout_s", self.timeout_s)
+        require_positive("timeout_s", self.timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,9 @@ class LossOptions:
     advantage: Literal["grpo", "no_std", "leave_one_out"] = "grpo"
     """grpo: (reward - mean) / (std with n-1, + 1e-6). no_std: reward - mean. leave_one_out:
     reward - mean of the others."""
+    variance_of: Literal["outcome", "reward"] = "outcome"
+    """What must differ within a group for it to teach anything: the raw outcome of the task, or the
+    reward, so that shaped parts (a well-formed call) teach where no outcome differs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +135,8 @@ class RolloutOptions:
     """The run stops when this many groups in a row failed, since then something is broken."""
 
     def __post_init__(self) -> None:
-        _positive("timeout_s", self.timeout_s)
-        _positive("step_timeout_s", self.step_timeout_s)
+        require_positive("timeout_s", self.timeout_s)
+        require_positive("step_timeout_s", self.step_timeout_s)
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("max_failed_groups", self.max_failed_groups, 1)
 
@@ -176,5 +180,5 @@ class CheckpointOptions:
 
     def __post_init__(self) -> None:
         _at_least("every_steps", self.every_steps, 0)
-        _positive("every_s", self.every_s)
+        require_positive("every_s", self.every_s)
         _at_least("keep", self.keep, 1)

@@ -49,10 +49,14 @@ OTHER_NAMES: Mapping[str, str] = {
     "per_device_train_batch_size": "trainer.token_budget",
     "rollouts_per_prompt": "group_size",
     "run_name": "name",
+    "reward_fn": "task",
+    "reward_funcs": "task",
     "save_steps": "checkpoint.every_steps",
     "staleness": "max_staleness",
     "total_steps": "steps",
     "train_batch_size": "groups_per_step",
+    "train_file": "task",
+    "train_files": "task",
 }
 """Names that other trainers use, and the key of a recipe that means the same."""
 

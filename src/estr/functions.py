@@ -1,0 +1,119 @@
+"""Functions that a user wrote: found by name, called with a time limit.
+
+    reward = import_object("my_pkg.rewards:score", "task.reward")
+    value = await call_limited(reward, ("24",), {}, timeout_s=10.0)
+
+An ordinary function runs in a thread of its own, so that neither a slow one nor a hung one stops
+the rollouts of others; a coroutine function runs on the loop. Threads cannot be killed: a call that
+is given up goes on in its thread until it returns, and no further call is made while too many do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import importlib
+import inspect
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .errors import ConfigError
+
+MAX_HUNG_CALLS = 64
+"""Calls given up that may still be running, in this process."""
+
+_hung: set[threading.Thread] = set()
+
+
+class CallTimeout(Exception):
+    """A call did not return in time, or was not made because too many others hang."""
+
+
+def import_object(target: str, key: str) -> Any:
+    """What "package.module:name" names; modules in the current folder are found, too.
+
+    Raises ConfigError naming the recipe's key and the remedy.
+    """
+    module, colon, attribute = target.partition(":")
+    if not (colon and module and attribute):
+        raise ConfigError(f'{key} = {target!r} cannot be imported: write "package.module:name"')
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        found = importlib.import_module(module)
+        for part in attribute.split("."):
+            found = getattr(found, part)
+    except Exception as error:  # a user's module may raise anything
+        raise ConfigError(
+            f"{key} = {target!r} cannot be imported: {type(error).__name__}: {error}; "
+            "the module must be importable from where estr is started (see PYTHONPATH)"
+        ) from error
+    return found
+
+
+async def call_limited(
+    function: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    timeout_s: float,
+) -> Any:
+    """What the function, or the coroutine that it returns, comes to within timeout_s seconds.
+
+    Raises CallTimeout when it does not, and whatever the function itself raises.
+    """
+    named = dict(kwargs or {})
+    call = asyncio.timeout(timeout_s)
+    try:
+        async with call:
+            if inspect.iscoroutinefunction(function):
+                return await function(*args, **named)
+            result = await _in_thread(function, args, named)
+            return await result if inspect.isawaitable(result) else result
+    except TimeoutError as error:
+        if not call.expired():  # the function's own
+            raise
+        raise CallTimeout(f"no answer within {timeout_s:g} s") from error
+
+
+async def _in_thread(
+    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """In a daemon thread: a pool would be used up by calls that hang, and joined at exit."""
+    _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
+    if len(_hung) >= MAX_HUNG_CALLS:
+        raise CallTimeout(f"{len(_hung)} earlier calls of one's own functions never returned")
+    loop = asyncio.get_running_loop()
+    done: asyncio.Future[Any] = loop.create_future()
+
+    def report(result: Any, error: BaseException | None) -> None:
+        if not done.done():
+            done.set_exception(error) if error is not None else done.set_result(result)
+
+    def work() -> None:
+        result: Any = None
+        failure: BaseException | None = None
+        try:
+            result = function(*args, **kwargs)
+        except BaseException as error:  # noqa: BLE001 - handed to the caller
+            failure = error
+            if isinstance(error, StopIteration) or not isinstance(error, Exception):
+                # A future cannot hold the first; the others would end the loop, not the call.
+                failure = RuntimeError(f"{type(error).__name__}: {error}")
+        with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+            loop.call_soon_threadsafe(report, result, failure)
+
+    thread = threading.Thread(target=work, daemon=True, name=f"estr {_name(function)}")
+    thread.start()
+    try:
+        return await done
+    except asyncio.CancelledError:
+        _hung.add(thread)
+        raise
+
+
+def _name(function: Callable[..., Any]) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
