@@ -21,11 +21,10 @@ from .errors import EstrError, Interrupted
 from .evaluator_process import EvaluatorProcess
 from .loop import Loop
 from .metrics import MetricsWriter, supersede_after
-from .models import resolve_model
 from .progress import Reporter, SilentReporter
 from .rollout import RolloutSetting
 from .run_folder import RunFolder, Summary, weights_folder
-from .subject import resolve_play
+from .subject import model_folder, resolve_play
 from .trainer_process import TrainerProcess
 from .weights import FileWeightStore
 from .worker import busy_share
@@ -95,7 +94,7 @@ class _Processes:
 
 
 async def _train(recipe: Recipe, reporter: Reporter, runs: Path, resume: Path | None) -> Summary:
-    model = resolve_model(recipe.model)
+    model = model_folder(recipe, reporter.message)
     play = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
     folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume)
     with folder.locked(), _stopped_by_signals(reporter) as stop:

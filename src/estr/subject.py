@@ -2,13 +2,15 @@
 
 find_subject("calculator")   runs/calculator, its model/best and its recipe
 find_subject("builtin")      a model, under the default recipe
+model_folder(recipe)         where the model of a recipe lies; a warm start is made if need be
 build_setting(...)           an engine on it in this process, ready for run_rollout
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,8 +63,6 @@ def find_subject(
     task: plays that task with its default options, unless it is the recipe's own. overrides: keys
     of the recipe, as in load_recipe. Raises ConfigError, or DataError naming what was looked for.
     """
-    from .models import resolve_model
-
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
     recipe = load_recipe(recipe_file)
@@ -79,15 +79,28 @@ def find_subject(
         version = stamped_version(folder) if weights == "best" else _final_version(run)
         return Subject(folder, recipe, run, version)
     if run is not None:
-        return Subject(resolve_model(recipe.model), recipe, run, 0)
+        return Subject(model_folder(recipe), recipe, run, 0)
+    recipe = dataclasses.replace(recipe, model=str(source))
     try:
-        folder = resolve_model(str(source))
+        folder = model_folder(recipe)
     except DataError as error:
         raise DataError(
             f"{source} is no run (neither {source} nor {runs / source} is a run folder) "
             f"and no model: {error}"
         ) from error
     return Subject(folder, recipe, None, stamped_version(folder))
+
+
+def model_folder(recipe: Recipe, tell: Callable[[str], None] = lambda line: None) -> Path:
+    """The folder of a recipe's model. What has to be made first (a warm start, a conversion) is
+    made, and told. Raises ConfigError or DataError naming the model and the remedy."""
+    from .models import resolve_model
+    from .warmstart import parse_warm_start, warm_start
+
+    setting = parse_warm_start(recipe.model)
+    return (
+        resolve_model(recipe.model) if setting is None else warm_start(recipe.task, setting, tell)
+    )
 
 
 def find_run(source: str | Path, runs: Path) -> RunFolder | None:

@@ -23,6 +23,8 @@ from ..errors import ConfigError
 TASKS: dict[str, str] = {
     "arithmetic": "estr.environments.arithmetic:ArithmeticTask",
     "calculator": "estr.environments.calculator:CalculatorTask",
+    "countdown": "estr.environments.countdown:CountdownTask",
+    "lookup": "estr.environments.lookup:LookupTask",
 }
 """The shipped tasks: name -> "module:Class"."""
 
