@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ledger",
         "metrics",
         "diagnostics",
+        "scores",
     ),
     ("environment", "chat", "grading", "weights", "engine", "worker", "heads", "models"),
     (
@@ -39,6 +40,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "guard",
         "warmstart",
         "subject",
+        "evaluation_records",
+        "evaluation_result",
         "evaluation",
         "evaluator_process",
     ),

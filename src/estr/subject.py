@@ -61,14 +61,18 @@ def find_subject(
     """A run folder, a run's name under `runs`, or a model, in this order.
 
     task: plays that task with its default options, unless it is the recipe's own. overrides: keys
-    of the recipe, as in load_recipe. Raises ConfigError, or DataError naming what was looked for.
+    of the recipe, as in load_recipe. A task that is not that of the run brings its `eval_settings`
+    along; they stand above the recipe and below the overrides. Raises ConfigError, or DataError
+    naming what was looked for.
     """
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
-    recipe = load_recipe(recipe_file)
-    if task is not None and task != recipe.task["name"]:
+    own_task = load_recipe(recipe_file).task["name"]
+    if task is not None and task != own_task:
         overrides = [f"task={json.dumps(task)}", *overrides]
     recipe = load_recipe(recipe_file, overrides)
+    if run is None or recipe.task["name"] != own_task:
+        recipe = load_recipe(recipe_file, [*_eval_settings(recipe), *overrides])
     if run is not None and weights != "start":
         folder = run.model_best if weights == "best" else run.model_last
         if not folder.is_dir():
@@ -89,6 +93,14 @@ def find_subject(
             f"and no model: {error}"
         ) from error
     return Subject(folder, recipe, None, stamped_version(folder))
+
+
+def _eval_settings(recipe: Recipe) -> list[str]:
+    """What the recipe's task wants of an evaluation, as overrides."""
+    from .environments import build_task
+
+    settings = getattr(build_task(recipe.task), "eval_settings", {})
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
 
 
 def model_folder(recipe: Recipe, tell: Callable[[str], None] = lambda line: None) -> Path:

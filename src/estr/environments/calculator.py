@@ -119,6 +119,9 @@ class CalculatorTask:
             total = self.call(turns[-1])
         return [*turns, total]
 
+    def answer(self, text: str) -> str | None:
+        return None if text.startswith("[") else text.strip().lstrip("0") or "0"
+
     def demonstrate(self, index: int, rng: random.Random) -> Iterator[Span]:
         """A player who, at a rate of error_rate a turn, copies a digit wrongly, takes a wrong
         number, or forgets the plus sign of a call (and then tries again)."""

@@ -131,6 +131,9 @@ class LookupTask:
             here = answer
         return [*turns, here]
 
+    def answer(self, text: str) -> str | None:
+        return None if text.startswith("[") else text.strip().lstrip("0") or "0"
+
     def demonstrate(self, index: int, rng: random.Random) -> Iterator[Span]:
         """A player who asks the sources in a random order and, at a rate of error_rate a turn,
         copies a digit wrongly, follows another link of the chain or forgets a sign (and then tries
