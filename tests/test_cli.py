@@ -325,6 +325,27 @@ def test_eval_of_a_run_is_kept_beside_it(runs: Path) -> None:
     assert json.loads(start.stdout)["version"] == 0
 
 
+def test_eval_against_another_prints_both_and_the_difference(runs: Path, model: Path) -> None:
+    shown = run("eval", "small", "--against", model, "--k", 2, "--runs", runs)
+    assert shown.exit_code == 0, shown.stderr
+    for text in ("-- small\n", f"-- {model}\n", "difference", "p-value", "one point", "majority@2"):
+        assert text in shown.output
+    result = run("eval", "small", "--against", model, "--runs", runs, "--json")
+    found = json.loads(result.stdout)
+    assert sorted(found) == ["comparison", "first", "second"]
+    assert found["comparison"]["num_problems"] == found["second"]["num_problems"] == 3
+    assert (runs / "small" / "eval.jsonl").read_text().count("\n") == 2
+
+
+def test_eval_keeps_rollouts_and_goes_on_from_them(model: Path, tmp_path: Path) -> None:
+    arguments = ["eval", model, "--problems", 2, "--out", tmp_path / "kept"]
+    first = run(*arguments)
+    assert first.exit_code == 0, first.stderr
+    assert f"{tmp_path / 'kept'} (rollouts, transcripts)" in first.output
+    assert "2 rollouts were there already" in run(*arguments).output
+    assert "wrote | " in next((tmp_path / "kept").glob("*.txt")).read_text()
+
+
 def test_eval_of_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
     result = run("eval", "nowhere", "--runs", tmp_path)
     assert "nowhere is no run" in error_of(result)

@@ -22,7 +22,8 @@ from estr.config import recipe_from_table
 from estr.environment import Action, Environment, Reply
 from estr.environments import TASKS, build_task, stable_hash
 from estr.environments.arithmetic import ArithmeticOptions, ArithmeticTask
-from estr.environments.calculator import CalculatorOptions, CalculatorTask, Latency
+from estr.environments.calculator import CalculatorOptions, CalculatorTask
+from estr.environments.latency import Latency
 from estr.errors import ConfigError, DataError
 from estr.types import FinishReason
 
@@ -86,7 +87,7 @@ def test_a_class_of_ones_own_is_named_by_module_and_class() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"name": "calculater"}, "known: arithmetic, calculator"),
+        ({"name": "calculater"}, "known: arithmetic, calculator, countdown, lookup"),
         ({"num_terms": 3}, "has no name"),
         ({"name": "no_such_module:Task"}, "cannot be imported"),
         ({"name": f"{__name__}:NoSuchTask"}, "cannot be imported"),
@@ -96,6 +97,19 @@ def test_a_class_of_ones_own_is_named_by_module_and_class() -> None:
         ({"name": "calculator", "num_terms": "3"}, r"task \(calculator\).num_terms"),
         ({"name": "calculator", "num_terms": 1}, "num_terms must be in"),
         ({"name": "calculator", "digits": 0}, "digits must be in"),
+        ({"name": "calculator", "max_terms": 3}, "max_terms must be 0 or in"),
+        ({"name": "calculator", "order": "sorted"}, "must be one of fixed, random"),
+        ({"name": "calculator", "error_rate": 1.0}, "error_rate must be in"),
+        ({"name": "lookup", "num_hops": 0}, "num_hops must be in"),
+        ({"name": "lookup", "max_hops": 10}, "max_hops must be 0 or in"),
+        ({"name": "lookup", "num_sources": 11}, "num_sources must be in"),
+        ({"name": "lookup", "missing": 1.0}, "missing must be in"),
+        ({"name": "lookup", "error_rate": -0.1}, "error_rate must be in"),
+        ({"name": "countdown", "num_numbers": 1}, "num_numbers must be in"),
+        ({"name": "countdown", "max_numbers": 2}, "max_numbers must be 0 or in"),
+        ({"name": "countdown", "digits": 4}, "digits must be in"),
+        ({"name": "countdown", "signs": "+/"}, "must be one of"),
+        ({"name": "countdown", "error_rate": float("nan")}, "error_rate must be in"),
         ({"name": "arithmetic", "num_examples": 9}, "num_examples must be in"),
         ({"name": "arithmetic", "num_test": 0}, "num_test must be in"),
         ({"name": f"{__name__}:OwnTask", "sped": 3}, "speed"),
@@ -123,6 +137,8 @@ def test_a_wrong_table_is_refused_with_its_place_check_149(
 def test_a_latency_that_is_no_law_is_refused_check_106(latency: dict[str, float]) -> None:
     with pytest.raises(ConfigError, match="latency_mean_s must be 0 or lie between"):
         build_task({"name": "calculator", **latency})
+    with pytest.raises(ConfigError, match="latency_mean_s must be 0 or lie between"):
+        build_task({"name": "lookup", **latency})
 
 
 def test_tasks_import_neither_torch_nor_transformers() -> None:

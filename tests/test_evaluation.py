@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import json
+import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import estr
 from estr import warmstart
 from estr.config import recipe_from_table
 from estr.engine import Request, ScriptedEngine
 from estr.environment import Environment, Reply, ScriptedEnvironment
+from estr.environments.calculator import CalculatorTask
 from estr.errors import ConfigError, DataError, EngineError, GraderError, WeightsError
 from estr.evaluation import (
     EVALUATION_RUNS,
     EvaluatorHost,
-    bootstrap_intervals,
+    compare_models,
     evaluate,
     evaluate_model,
-    pass_at_k,
 )
+from estr.evaluation_records import open_rollouts, weights_digest
+from estr.evaluation_result import compare
 from estr.models import load_model, save_model
 from estr.options.run import RolloutOptions
 from estr.rollout import RolloutSetting
@@ -74,68 +75,22 @@ def setting(results, engine=None, timeout_s: float = 30.0) -> RolloutSetting:
     )
 
 
+class VotingTask(ScriptedTask):
+    """Problem p's rollouts answer as the engine wrote; "5" is right."""
+
+    def make(self, split: str, index: int) -> Environment:
+        return ScriptedEnvironment(f"{index}", [Reply(outcome=self._left[index].pop(0))])
+
+    def answer(self, text: str) -> str | None:
+        return None if text == "0" else text
+
+    def example_id(self, split: str, index: int) -> str:
+        return f"problem-{index}"
+
+
 def run(results, k: int, **kwargs):
     what = setting(results, **kwargs)
     return asyncio.run(evaluate(what, problems=range(len(results)), k=k, seed=3))
-
-
-# -- pass@k -----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("n", "c", "k", "value"),
-    [
-        (4, 1, 1, 0.25),
-        (4, 1, 2, 0.5),
-        (4, 1, 4, 1.0),
-        (4, 2, 2, 0.8333333333333334),
-        (4, 0, 4, 0.0),
-    ],
-)
-def test_pass_at_k_check_135(n: int, c: int, k: int, value: float) -> None:
-    assert pass_at_k(n, c, k) == value
-
-
-@given(st.integers(1, 8).flatmap(lambda n: st.tuples(st.just(n), st.integers(0, n))))
-@settings(deadline=None, max_examples=60)
-def test_pass_at_k_is_the_share_of_subsets_check_135(case: tuple[int, int]) -> None:
-    n, c = case
-    for k in range(1, n + 1):
-        subsets = list(itertools.combinations([True] * c + [False] * (n - c), k))
-        assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets))
-
-
-def test_pass_at_k_is_exact_where_binomials_are_huge() -> None:
-    assert pass_at_k(20_000, 1, 5_000) == 0.25
-    assert pass_at_k(20_000, 20_000, 1) == 1.0
-    assert 0.0 < 1.0 - pass_at_k(1000, 10, 900) < 1e-9
-
-
-@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
-def test_pass_at_k_refuses_the_impossible(n: int, c: int, k: int) -> None:
-    with pytest.raises(ValueError, match="0 <= c <= n"):
-        pass_at_k(n, c, k)
-
-
-# -- intervals --------------------------------------------------------------------------------
-
-
-def test_bootstrap_intervals_are_those_of_a_binomial() -> None:
-    half = np.repeat([0.0, 1.0], 200)[:, None]
-    ((low, high),) = bootstrap_intervals(half, seed=0)
-    spread = 1.959964 * np.sqrt(0.25 / 400)
-    assert low == pytest.approx(0.5 - spread, abs=0.006)
-    assert high == pytest.approx(0.5 + spread, abs=0.006)
-
-
-def test_bootstrap_draws_whole_problems_and_repeats_itself() -> None:
-    values = np.random.default_rng(0).random((30, 1))
-    both = np.hstack([values, 2 * values])
-    first, second = bootstrap_intervals(both, seed=5)
-    assert second == pytest.approx([2 * v for v in first])
-    assert bootstrap_intervals(both, seed=5) == [first, second]
-    assert bootstrap_intervals(both, seed=6) != [first, second]
-    assert bootstrap_intervals(np.ones((10, 1)), seed=0) == [(1.0, 1.0)]
 
 
 # -- evaluate ---------------------------------------------------------------------------------
@@ -276,6 +231,130 @@ def test_json_is_one_plain_object() -> None:
     assert table["failures"] == {"env_error": 1}
 
 
+# -- votes --------------------------------------------------------------------------------------
+
+
+async def test_majority_at_k_counts_what_rollouts_answer() -> None:
+    said = {0: [5, 5, 3], 1: [3, 3, 5], 2: [0, 0, 5], 3: [5, 3, 0]}
+
+    def script(request: Request) -> list[int]:
+        return [said[request.id.group][request.id.index], STOP]
+
+    outcomes = [[float(word == 5) for word in words] for words in said.values()]
+    what = replace(setting(outcomes, ScriptedEngine(script)), task=VotingTask(outcomes))
+    result = await evaluate(what, problems=range(4), k=3, seed=0, concurrency=1)
+    assert result.majority_at_k == pytest.approx((1 + 0 + 1 + 0.5) / 4)
+    low, high = result.majority_interval or (1.0, 0.0)
+    assert low <= 0.625 <= high
+    assert result.to_json()["intervals"]["majority_at_k"] == [low, high]
+
+
+def test_a_task_that_does_not_say_what_an_answer_is_has_no_majority() -> None:
+    result = run([[1]], k=1)
+    assert result.majority_at_k is None
+    assert result.to_json()["intervals"]["majority_at_k"] is None
+
+
+async def test_what_was_not_finished_does_not_vote() -> None:
+    engine = ScriptedEngine(lambda request: [5] * 9 if request.id.index else [3, STOP])
+    outcomes = [[1.0, 1.0, 1.0]]
+    what = replace(setting(outcomes, engine), task=VotingTask(outcomes))
+    result = await evaluate(what, problems=[0], k=3, seed=0)
+    assert result.failures == {"truncated": 2}
+    assert result.majority_at_k == 1.0, "one vote, of the one that ended"
+
+
+# -- rollouts on disk ---------------------------------------------------------------------------
+
+
+def kept_run(folder: Path, results, k: int, *, problems=None, engine=None, name: str = "a"):
+    what = setting(results, engine)
+    with open_rollouts(folder, {"name": name}) as kept:
+        return asyncio.run(
+            evaluate(what, problems=problems or range(len(results)), k=k, seed=3, kept=kept)
+        ), kept
+
+
+def test_rollouts_that_are_there_are_not_played_again(tmp_path: Path) -> None:
+    first, kept = kept_run(tmp_path, [[1, 0], [1, 1]], k=2)
+    assert (first.num_found, len(kept.path.read_bytes().split(b"\n"))) == (0, 1 + 4 + 1)
+    engine = ScriptedEngine(lambda request: [1, 2, STOP], version=7)
+    again, _ = kept_run(tmp_path, [[], []], k=2, engine=engine)
+    assert (again.num_found, engine.num_requests) == (4, 0)
+    assert replace(again, num_found=0, wall_s=first.wall_s) == first
+
+    more, _ = kept_run(tmp_path, [[0], [1], [1, 1, 0]], k=3, engine=engine)
+    assert (more.num_found, engine.num_requests) == (4, 5)
+    assert more.num_solved == {0: 1, 1: 3, 2: 2}
+    other, _ = kept_run(tmp_path, [[1]], k=1, name="b")
+    assert other.num_found == 0
+    assert len(list(tmp_path.glob("rollouts-*.jsonl"))) == 2
+
+
+def test_what_failed_is_tried_again_and_what_ran_out_of_room_is_not(tmp_path: Path) -> None:
+    long = ScriptedEngine(lambda request: [1] * 99 if request.id.group == 2 else [1, STOP])
+    broken = [[RuntimeError("no sandbox")], [GraderError("no")], [0], [1]]
+    first, _ = kept_run(tmp_path, broken, k=1, engine=long)
+    assert first.failures == {"env_error": 1, "grader_error": 1, "truncated": 1}
+    second, kept = kept_run(tmp_path, [[1], [0], [], []], k=1)
+    assert (second.num_found, second.failures) == (2, {"truncated": 1})
+    assert second.num_solved == {0: 1, 1: 0, 2: 0, 3: 1}
+    text = kept.write_transcripts().read_text()
+    assert text.count("== test/0, rollout 0: outcome 1\n") == 1
+    assert "no sandbox" not in text, "of a rollout played twice only the later one is shown"
+    assert "  read  | 12\n  wrote | 1" in text
+    assert "truncated" in text
+
+
+def test_a_line_cut_off_by_a_kill_is_played_again(tmp_path: Path) -> None:
+    _, kept = kept_run(tmp_path, [[1], [1]], k=1)
+    whole = kept.path.read_bytes()
+    kept.path.write_bytes(whole[:-20])
+    again, _ = kept_run(tmp_path, [[0], [0]], k=1)
+    assert again.num_found == 1
+    assert again.avg_at_k == 0.5
+    kept.path.write_bytes(b'{"forma')
+    assert kept_run(tmp_path, [[1], [1]], k=1)[0].num_found == 0
+
+
+def test_a_file_that_is_something_else_is_refused(tmp_path: Path) -> None:
+    _, kept = kept_run(tmp_path, [[1]], k=1)
+    head, *_ = kept.path.read_bytes().split(b"\n")
+    kept.path.write_bytes(head + b'\n{"example": 3}\n')
+    with pytest.raises(DataError, match="cannot be read"):
+        kept_run(tmp_path, [[1]], k=1)
+    kept.path.write_bytes(b'{"other": 1}\n')
+    with pytest.raises(DataError, match="another evaluation"):
+        kept_run(tmp_path, [[1]], k=1)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match="cannot keep rollouts"):
+        kept_run(tmp_path / "file", [[1]], k=1)
+
+
+def test_line_separators_in_a_text_are_no_line_ends_check_127(tmp_path: Path) -> None:
+    separators = "a\u2028b\u0085c\rd\x1e"
+    broken = [[RuntimeError(separators)], [1]]
+    kept_run(tmp_path, broken, k=1)
+    with open_rollouts(tmp_path, {"name": "a"}) as kept:
+        text = kept.write_transcripts().read_text()
+    assert text.count("\n") == len(text.splitlines()), "nothing but line breaks breaks a line"
+    assert "a\\u2028b\\x85c\\rd\\x1e" in text
+
+
+def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
+    with open_rollouts(tmp_path, {}), pytest.raises(DataError, match="in use"):
+        open_rollouts(tmp_path, {}).__enter__()
+
+
+def test_only_the_same_problems_can_be_compared() -> None:
+    one, other = run([[1, 0], [1, 1]], k=2), run([[0, 0], [1, 0]], k=2)
+    found = compare(one, other)
+    assert (found.difference, found.better, found.worse) == (0.5, 2, 0)
+    for wrong in (run([[1, 1]], k=2), run([[1], [1]], k=1)):
+        with pytest.raises(ConfigError, match="same problems"):
+            compare(one, wrong)
+
+
 # -- real models ------------------------------------------------------------------------------
 
 
@@ -326,6 +405,77 @@ def test_an_evaluation_repeats_itself_and_seeds_differ(folder: Path) -> None:
     assert len({tokens(seed=seed) for seed in range(4)}) > 1
     result = estr.evaluate(folder, problems=2, temperature=0.0, overrides=["task.num_terms=2"])
     assert (result.version, result.temperature, result.k) == (None, 0.0, 1)
+
+
+def test_an_evaluation_goes_on_from_its_folder(folder: Path, tmp_path: Path) -> None:
+    request = {"task": "calculator", "k": 2, "overrides": ["task.num_terms=2"], "out": tmp_path}
+    first = evaluate_model(folder, problems=3, **request)
+    more = evaluate_model(folder, problems=5, **request)
+    plain = evaluate_model(folder, problems=5, **{**request, "out": None})
+    assert (first.num_found, more.num_found, plain.num_found) == (0, 6, 0)
+    assert more.num_solved == plain.num_solved
+    assert more.tokens == plain.tokens
+    assert len(list(tmp_path.glob("transcripts-*.txt"))) == 1
+    other = evaluate_model(folder, problems=3, seed=1, **request)
+    assert other.num_found == 0
+    slower = evaluate_model(
+        folder, problems=3, **{**request, "overrides": ["task.num_terms=2", "engine.max_batch=4"]}
+    )
+    assert slower.num_found == 6, "how it is run makes no difference"
+
+
+def test_the_digest_is_that_of_what_writes(folder: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    assert weights_digest(copy) == weights_digest(folder)
+    (copy / "record.json").write_text("{}")
+    assert weights_digest(copy) == weights_digest(folder)
+    (copy / "tokenizer.json").write_text("{}")
+    assert weights_digest(copy) != weights_digest(folder)
+
+
+def test_two_models_are_compared_on_the_task_of_the_first(folder: Path, tmp_path: Path) -> None:
+    table = {"name": "r", "model": str(folder), "seed": 4, "eval": {"problems": 6, "k": 2}}
+    task = {"name": "calculator", "num_terms": 2, "digits": 1}
+    run_folder = RunFolder.create(recipe_from_table({**table, "task": task}), tmp_path)
+    save_model(load_model(folder), warmstart.make_tokenizer(), run_folder.model_best)
+    first, second, found = compare_models("r", "builtin", runs=tmp_path)
+    assert (first.num_problems, first.k, first.seed) == (6, 2, 4)
+    assert (second.num_problems, second.k, second.seed) == (6, 2, 4)
+    assert found.difference == pytest.approx(first.avg_at_k - second.avg_at_k)
+    alone = evaluate_model(
+        "builtin", k=2, problems=6, seed=4, overrides=["task.num_terms=2", "task.digits=1"]
+    )
+    assert second.num_solved == alone.num_solved
+    same = compare_models("r", folder, runs=tmp_path)[2]
+    assert (same.difference, same.p_value) == (0.0, 1.0), "the same weights, the same draws"
+
+
+class DemandingTask(CalculatorTask):
+    eval_settings = MappingProxyType({"eval.k": 3, "sampling.max_new_tokens": 99})
+
+
+def test_what_a_task_asks_for_stands_above_defaults_and_below_requests(
+    folder: Path, tmp_path: Path
+) -> None:
+    name = f"{__name__}:DemandingTask"
+
+    def settings_of(source: str | Path = folder, **request) -> tuple[int, int]:
+        recipe = find_subject(source, weights="last", runs=tmp_path, **request).recipe
+        return recipe.eval.k, recipe.sampling.max_new_tokens
+
+    assert settings_of() == (1, 64)
+    assert settings_of(task=name) == (3, 99)
+    assert settings_of(overrides=[f"task={name}"]) == (3, 99)
+    assert settings_of(task=name, overrides=["eval.k=2"]) == (2, 99)
+    table = {"name": "r", "model": str(folder), "eval": {"k": 5}}
+    for number, task in enumerate((name, "calculator")):
+        run_folder = RunFolder.create(
+            recipe_from_table({**table, "name": f"r{number}", "task": task}), tmp_path
+        )
+        shutil.copytree(folder, run_folder.model_last)
+    assert settings_of("r0") == (5, 64), "the run's own task: as the run had it"
+    assert settings_of("r1", task=name) == (3, 99)
 
 
 def test_a_run_brings_its_recipe_and_its_weights(folder: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "ledger",
         "metrics",
         "diagnostics",
+        "scores",
     ),
     (
         "environment",
@@ -56,6 +57,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "guard",
         "warmstart",
         "subject",
+        "evaluation_records",
+        "evaluation_result",
         "evaluation",
         "evaluations",
         "evaluator_process",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import random
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,6 @@ from safetensors.torch import load_file, save_file
 from estr import models, warmstart
 from estr.chat import Codec
 from estr.environments import build_task
-from estr.environments.calculator import CalculatorOptions, CalculatorTask
 from estr.errors import DataError
 from estr.models import (
     BUILTIN,
@@ -28,7 +25,7 @@ from estr.models import (
     resolve_model,
     save_model,
 )
-from estr.warmstart import WarmStart, demonstrate, make_tokenizer
+from estr.warmstart import WarmStart, make_tokenizer
 from tiny import tiny_model
 
 
@@ -256,68 +253,17 @@ def test_the_builtin_model_is_as_good_as_its_record_says() -> None:
     folder = resolve_model(BUILTIN)
     record = json.loads((folder / "record.json").read_text())
     few = WarmStart(seed=1, num_measured=100)
-    accuracy = warmstart.measure(load_model(folder), load_tokenizer(folder), few)
+    task = warmstart.find_twin({"name": "calculator"})
+    accuracy = warmstart.measure(load_model(folder), load_tokenizer(folder), task, few)
     assert accuracy == pytest.approx(record["accuracy"], abs=4 * 0.49 / 100**0.5)
 
 
 def test_the_builtin_tokenizer_has_one_token_a_character_and_fits_the_tasks() -> None:
     codec = Codec(load_tokenizer(resolve_model(BUILTIN)))
-    for name in ("calculator", "arithmetic"):
+    for name in ("calculator", "arithmetic", "countdown", "lookup"):
         task = build_task({"name": name})
         assert len(codec.resolve_stops(task.stop)) == len(task.stop) + 1
         for turn in task.gold("train", 0):
             assert len(codec.encode_prompt(turn)) == len(turn)
             assert codec.decode(codec.encode_prompt(turn)) == turn
     assert codec.encode_prompt("a") == [make_tokenizer().unk_token_id]
-
-
-# -- making it -----------------------------------------------------------------------------------
-
-
-def test_a_demonstration_without_errors_is_the_gold_answer() -> None:
-    task = CalculatorTask(CalculatorOptions())
-    for index in range(50):
-        spans = list(demonstrate(task, index, 0.0, random.Random(index)))
-        written = [text[:-1] for text, is_written in spans if is_written]
-        assert written == list(task.gold("train", index))
-
-
-def test_demonstrated_turns_are_wrong_at_the_stated_rate_and_carry_on() -> None:
-    task = CalculatorTask(CalculatorOptions())
-    rng = random.Random(0)
-    num_turns, num_right, refused = 0, 0, 0
-    for index in range(2000):
-        spans = list(demonstrate(task, index, 0.22, rng))
-        calls = [(a, b) for (a, is_call), (b, _) in pairwise(spans) if is_call]
-        assert [answer for _, answer in calls] == [task.call(call[:-1]) for call, _ in calls]
-        refused += sum(answer == "!" for _, answer in calls)
-        num_turns += len(calls) + 1
-        right = int(spans[-1][0][:-1]) == sum(task.terms("train", index)) % 100
-        num_right += right
-    # A third of the spoilt calls is refused and done again, so four turns go well at a rate of
-    # (1 - 0.22 * 2/3)^3 (1 - 0.22), and a little above, where two errors make up for each other.
-    assert num_right / 2000 == pytest.approx(0.49, abs=0.04)
-    assert refused / num_turns == pytest.approx(0.22 / 3 * 0.76, abs=0.015)
-
-
-def test_only_written_tokens_are_learned_and_padding_is_not() -> None:
-    setting = WarmStart(batch_size=16)
-    tokenizer = make_tokenizer()
-    task = CalculatorTask(CalculatorOptions())
-    ids, labels = warmstart._batch(task, 0, setting, tokenizer, random.Random(0))
-    codec = Codec(tokenizer)
-    rng = random.Random(0)
-    for row in range(16):
-        written = "".join(text for text, own in demonstrate(task, row, 0.22, rng) if own)
-        learned = labels[row] != -100
-        assert codec.decode(ids[row][learned].tolist()) == written
-        assert torch.equal(ids[row][learned], labels[row][learned])
-
-
-def test_making_a_model_repeats_itself_and_writes_a_record(tmp_path: Path) -> None:
-    setting = WarmStart(seed=3, steps=2, batch_size=4, width=16, layers=1, num_measured=4)
-    records = [warmstart.make(setting, tmp_path / name) for name in ("a", "b")]
-    assert records[0] == records[1] == json.loads((tmp_path / "a" / "record.json").read_text())
-    assert same_weights(load_model(tmp_path / "a"), load_model(tmp_path / "b"))
-    assert len(records[0]["loss_every_20_steps"]) == 2
-    assert records[0]["command"] == "estr warmstart --out FOLDER --seed 3"

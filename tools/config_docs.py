@@ -71,7 +71,12 @@ def _rows(cls: Any, *, tables: bool = True) -> str:
     lines = ["| key | type | default | meaning |", "|---|---|---|---|"]
     meanings = _meanings(cls)
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
+    inherited = {
+        f.name
+        for base in cls.__mro__[1:]
+        for f in getattr(base, "__dataclass_fields__", {}).values()
+    }
+    for field in sorted(dataclasses.fields(cls), key=lambda field: field.name in inherited):
         if dataclasses.is_dataclass(hints[field.name]) and not tables:
             continue
         cells = [
@@ -85,18 +90,23 @@ def _rows(cls: Any, *, tables: bool = True) -> str:
 
 
 def _meanings(cls: Any) -> dict[str, str]:
-    """The string that stands under each field of a dataclass."""
-    tree = ast.parse(inspect.getsource(cls))
-    body = typing.cast("ast.ClassDef", tree.body[0]).body
+    """The string that stands under each field of a dataclass or of one that it inherits from."""
     return {
         place.target.id: " ".join(text.value.value.split())
-        for place, text in itertools.pairwise(body)
+        for owner in cls.__mro__
+        if dataclasses.is_dataclass(owner)
+        for place, text in itertools.pairwise(_body(owner))
         if isinstance(place, ast.AnnAssign)
         and isinstance(place.target, ast.Name)
         and isinstance(text, ast.Expr)
         and isinstance(text.value, ast.Constant)
         and isinstance(text.value.value, str)
     }
+
+
+def _body(cls: Any) -> list[ast.stmt]:
+    tree = ast.parse(inspect.getsource(cls))
+    return typing.cast("ast.ClassDef", tree.body[0]).body
 
 
 def _types(hint: Any) -> Iterator[str]:

@@ -105,7 +105,14 @@ def _task(recipe: Recipe, findings: Findings) -> Task:
 
 def _codec(recipe: Recipe, findings: Findings) -> Codec:
     from .models import ignored_sampling_settings, load_tokenizer, resolve_model
+    from .warmstart import cached_folder, make_tokenizer, parse_warm_start
 
+    warm = parse_warm_start(recipe.model)
+    if warm is not None:
+        folder = cached_folder(recipe.task, warm)
+        made = "" if folder.is_dir() else "; it is made at its first use, in about a minute"
+        findings.notes.append(f"warm start {folder}{made}")
+        return Codec(make_tokenizer())
     folder = resolve_model(recipe.model)
     findings.notes.append(f"model folder {folder}")
     ignored = ignored_sampling_settings(folder)

@@ -44,7 +44,8 @@ class Recipe:
     name: str = "calculator"
     """Names the run folder, runs/NAME."""
     model: str = "builtin"
-    """"builtin", "smollm2-135m-instruct", or the folder of a Hugging Face causal LM."""
+    """"builtin", "smollm2-135m-instruct", "warmstart" or "warmstart:SEED" (a small decoder that has
+    seen the task played, badly), or the folder of a Hugging Face causal LM."""
     task: Table = field(default_factory=lambda: {"name": "calculator"})
     """A name and its options."""
     correction: tuple[Table, ...] = ({"name": "estr"},)

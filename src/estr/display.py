@@ -25,12 +25,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from .evaluation_records import stretches
 from .progress import Row
 
 if TYPE_CHECKING:
     from .config import Recipe
     from .evaluation import EvalResult
     from .run_folder import RunFolder, Summary
+    from .scores import Comparison
     from .types import Trajectory
 
 PLAIN_EVERY_S = 5.0
@@ -187,11 +189,32 @@ def eval_lines(result: EvalResult) -> Iterator[tuple[str, str]]:
     for size, value in result.pass_at_k.items():
         low, high = result.pass_intervals[size]
         yield f"pass@{size}", f"{value:.4f}  [{low:.4f}, {high:.4f}]"
+    if result.majority_at_k is not None and result.majority_interval is not None:
+        low, high = result.majority_interval
+        yield f"majority@{result.k}", f"{result.majority_at_k:.4f}  [{low:.4f}, {high:.4f}]"
     failures = ", ".join(f"{n} {status}" for status, n in result.failures.items())
     yield "failures", f"{failures or 'none'}; {result.unscored} of {result.num_rollouts} unscored"
     for status, message in result.errors.items():
         yield status, printable(message)
-    yield "time", f"{result.tokens:,} tokens in {result.wall_s:.1f} s"
+    found = f"; {result.num_found} rollouts were there already" if result.num_found else ""
+    yield "time", f"{result.tokens:,} tokens in {result.wall_s:.1f} s{found}"
+
+
+def comparison_lines(comparison: Comparison) -> Iterator[tuple[str, str]]:
+    """A paired comparison as (name, value) lines."""
+    low, high = comparison.interval
+    same = comparison.num_problems - comparison.better - comparison.worse
+    yield "difference", f"{comparison.difference:+.4f}  [{low:+.4f}, {high:+.4f}]"
+    yield "p-value", f"{comparison.p_value:.4g} (two-sided, paired by problem)"
+    yield (
+        "problems",
+        f"better on {comparison.better}, worse on {comparison.worse}, alike on {same}",
+    )
+    needed = comparison.problems_for_one_point
+    if needed is None:
+        yield "one point", "cannot be told: no problem tells the two apart"
+    else:
+        yield "one point", f"a difference of 0.01 needs about {needed:,} such problems to show"
 
 
 class PlainReporter:
@@ -345,14 +368,12 @@ def rollout_head(trajectory: Trajectory) -> str:
 def rollout_lines(trajectory: Trajectory, decode: Decode) -> Text:
     """A whole rollout, one labelled block for each stretch that the model read or wrote."""
     text = Text()
-    for segment in trajectory.segments:
-        pairs = zip(segment.sampled.tolist(), segment.token_ids.tolist(), strict=True)
-        for written, run in itertools.groupby(pairs, key=lambda pair: pair[0]):
-            shown = printable(decode([token for _, token in run]), newlines=True)
-            label, style = ("wrote", "bold green") if written else ("read", "dim")
-            for i, line in enumerate(shown.removesuffix("\n").split("\n")):
-                text.append(f"  {label if i == 0 else '':<5} | ", style="dim")
-                text.append(f"{line}\n", style=style)
+    for written, ids in stretches(trajectory):
+        shown = printable(decode(ids), newlines=True)
+        label, style = ("wrote", "bold green") if written else ("read", "dim")
+        for i, line in enumerate(shown.removesuffix("\n").split("\n")):
+            text.append(f"  {label if i == 0 else '':<5} | ", style="dim")
+            text.append(f"{line}\n", style=style)
     if trajectory.error is not None:
         text.append(f"  {printable(trajectory.error)}\n", style="red")
     return text

@@ -1,6 +1,8 @@
-"""Held-out evaluation: avg@k and pass@k of one version, with intervals.
+"""Held-out evaluation: avg@k, pass@k and majority@k of one version, with intervals.
 
-    problems x k --run_rollout--> solved or not --> avg@k, pass@k --bootstrap--> intervals
+    problems x k --run_rollout--> RolloutRecord --> avg@k, pass@k, majority@k --> intervals
+                                      |
+                                      +--> RolloutFile, from which an evaluation goes on
 
 It runs here (`estr eval`), or inside the low-priority process beside a training run
 (`EvaluatorHost`), which takes the version that it is asked for out of the weight store.
@@ -12,21 +14,27 @@ not be graded count as not solved, so they lower every figure, and they are name
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
-import math
+import json
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
 
 from .config import Recipe
+from .environment import Task
 from .errors import ConfigError, EngineError, WeightsError
+from .evaluation_records import (
+    RolloutFile,
+    RolloutRecord,
+    open_rollouts,
+    transcribe,
+    weights_digest,
+)
+from .evaluation_result import EvalResult as EvalResult
+from .evaluation_result import Request, compare, summarize
 from .rollout import RolloutSetting, run_rollout
+from .scores import Comparison
 from .subject import (
     Subject,
     WhichWeights,
@@ -35,94 +43,14 @@ from .subject import (
     stamp_version,
     torch_threads,
 )
-from .types import RolloutId, Status, Trajectory
+from .types import RolloutId, Trajectory
 from .weights import WeightStore
-
-Float64Array = npt.NDArray[np.float64]
-Interval = tuple[float, float]
 
 EVALUATION_RUNS = 1 << 63
 """Added to the seed in the names of evaluation rollouts. A training run is named by its seed, which
 is smaller, so no evaluation ever draws a training rollout's random numbers."""
 
-SOLVED_OUTCOME = 1.0
-
-_NUM_RESAMPLES = 2000
-_LEVEL = 0.95
 _MAX_K = 1 << 16
-
-
-@dataclass(frozen=True, slots=True)
-class EvalResult:
-    """What an evaluation found.
-
-    avg_at_k: share of solved rollouts. pass_at_k[j]: estimated share of problems that at least one
-    of j rollouts solves, for j = 1, 2, 4, ... and k. Intervals: 95 %, percentile bootstrap over
-    problems; an interval of width 0 means that the problems do not differ, not that it is certain.
-    mean_outcome: over the scored rollouts only (None: there are none). failures: every status other
-    than "ok", with its number; unscored: rollouts without an outcome; errors: the first message of
-    each failing status. tokens: sampled ones. version: None for a model folder without one.
-    """
-
-    task: str
-    split: str
-    version: int | None
-    k: int
-    temperature: float
-    seed: int
-    num_problems: int
-    num_rollouts: int
-    avg_at_k: float
-    avg_interval: Interval
-    pass_at_k: dict[int, float]
-    pass_intervals: dict[int, Interval]
-    mean_outcome: float | None
-    failures: dict[Status, int]
-    unscored: int
-    errors: dict[Status, str]
-    tokens: int
-    wall_s: float
-
-    def to_json(self) -> dict[str, Any]:
-        """As JSON writes it; both kinds of interval stand under "intervals"."""
-        table = dataclasses.asdict(self)
-        average, passes = table.pop("avg_interval"), table.pop("pass_intervals")
-        table["pass_at_k"] = {str(j): value for j, value in self.pass_at_k.items()}
-        table["intervals"] = {
-            "avg_at_k": list(average),
-            "pass_at_k": {str(j): list(interval) for j, interval in passes.items()},
-        }
-        return table
-
-
-def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate, from c solved rollouts of n, of the chance that at least one of k is
-    solved: 1 - C(n-c, k) / C(n, k), in exact integers until the last division.
-
-    Source: Chen et al., "Evaluating large language models trained on code" (2021), equation 1.
-    Raises ValueError unless 0 <= c <= n and 1 <= k <= n.
-    """
-    if not (0 <= c <= n and 1 <= k <= n):
-        raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n, not n={n}, c={c}, k={k}")
-    every = math.comb(n, k)
-    return (every - math.comb(n - c, k)) / every
-
-
-def bootstrap_intervals(values: Float64Array, *, seed: int) -> list[Interval]:
-    """95 % percentile bootstrap intervals of the column means of values [num_problems, m], with the
-    problems drawn anew, whole rows at a time. Source: Efron and Tibshirani, "An introduction to the
-    bootstrap" (1993), chapter 13."""
-    rng = np.random.default_rng(seed)
-    num_problems = len(values)
-    means = np.stack(
-        [
-            values[rng.integers(0, num_problems, num_problems)].mean(axis=0)
-            for _ in range(_NUM_RESAMPLES)
-        ]
-    )
-    tail = (1 - _LEVEL) / 2
-    low, high = np.quantile(means, [tail, 1 - tail], axis=0)
-    return list(zip(low.tolist(), high.tolist(), strict=True))
 
 
 async def evaluate(
@@ -132,35 +60,93 @@ async def evaluate(
     k: int,
     seed: int,
     concurrency: int = 128,
+    kept: RolloutFile | None = None,
 ) -> EvalResult:
     """Play every problem k times, `concurrency` rollouts at once, under one version.
 
-    The random numbers of a rollout depend on seed, problem and its number among the k only.
+    The random numbers of a rollout depend on seed, problem and its number among the k only. kept:
+    where rollouts are found that need not be played again, and where every other one is put.
     Raises ConfigError for an impossible request; WeightsError if the engine changed its weights
     meanwhile; EngineError if it failed in every rollout, so that there is nothing to report. Other
     failures of engine, environment and grader are counted, not raised.
     """
     _check_request(problems, k, seed, concurrency)
     version = setting.engine.version
-    tally = _Tally()
+    records: list[RolloutRecord] = []
+    versions: set[int] = set()
     clock = time.monotonic()
-    pending = iter([(problem, index) for problem in problems for index in range(k)])
+    left: list[tuple[str, int, int]] = []
+    for problem in problems:
+        example = _example(setting.task, setting.split, problem)
+        for index in range(k):
+            found = None if kept is None else kept.find(example, index)
+            if found is None:
+                left.append((example, problem, index))
+            else:
+                records.append(found)
+    num_found = len(records)
+    pending = iter(left)
 
-    async def play(names: Iterator[tuple[int, int]]) -> None:
-        for problem, index in names:
-            tally.add(await _rollout(setting, seed, problem, index))
+    async def play(names: Iterator[tuple[str, int, int]]) -> None:
+        for example, problem, index in names:
+            trajectory = await _rollout(setting, seed, problem, index)
+            record = _record(setting, example, trajectory, keep_text=kept is not None)
+            versions.update(trajectory.sampled_versions().tolist())
+            records.append(record)
+            if kept is not None:
+                kept.add(record)
 
     async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(concurrency, len(problems) * k)):
+        for _ in range(min(concurrency, len(left))):
             tasks.create_task(play(pending))
-    if set(tally.statuses) == {"engine_error"}:
-        raise EngineError(f"no rollout got an answer: {tally.errors['engine_error']}")
-    if tally.versions - {version}:
+    if {record.status for record in records} == {"engine_error"}:
+        raise EngineError(f"no rollout got an answer: {records[0].error}")
+    if versions - {version}:
         raise WeightsError(
-            f"the engine went from version {version} to {sorted(tally.versions)} "
+            f"the engine went from version {version} to {sorted(versions)} "
             "during an evaluation; evaluate on an engine of its own"
         )
-    return tally.result(setting, version, k, seed, time.monotonic() - clock)
+    return summarize(
+        setting,
+        Request(version, k, seed),
+        records,
+        wall_s=time.monotonic() - clock,
+        num_found=num_found,
+    )
+
+
+def _example(task: Task, split: str, problem: int) -> str:
+    name = getattr(task, "example_id", None)
+    return f"{split}/{problem}" if name is None else str(name(split, problem))
+
+
+def _record(
+    setting: RolloutSetting, example: str, trajectory: Trajectory, *, keep_text: bool
+) -> RolloutRecord:
+    return RolloutRecord(
+        example=example,
+        problem=trajectory.problem,
+        index=trajectory.id.index,
+        status=trajectory.status,
+        outcome=trajectory.outcome,
+        answer=_answer(setting, trajectory),
+        tokens=trajectory.num_sampled_tokens,
+        error=trajectory.error,
+        turns=transcribe(trajectory, setting.codec.decode) if keep_text else (),
+    )
+
+
+def _answer(setting: RolloutSetting, trajectory: Trajectory) -> str | None:
+    """What a rollout votes for: of its last turn, if that was finished, what the task says."""
+    answer = getattr(setting.task, "answer", None)
+    if answer is None or trajectory.status != "ok" or not trajectory.turns:
+        return None
+    segment, start, stop, _ = trajectory.turns[-1]
+    ids = trajectory.segments[segment].token_ids[start:stop].tolist()
+    if ids[-1] in trajectory.sampling.stop_token_ids:
+        ids.pop()
+    found = answer(setting.codec.decode(ids))
+    return None if found is None else str(found)
 
 
 def _check_request(problems: Sequence[int], k: int, seed: int, concurrency: int) -> None:
@@ -176,63 +162,6 @@ def _check_request(problems: Sequence[int], k: int, seed: int, concurrency: int)
         raise ConfigError(f"concurrency must be at least 1, not {concurrency}")
 
 
-@dataclass(slots=True)
-class _Tally:
-    """What is kept of the rollouts while they come in."""
-
-    num_solved: Counter[int] = field(default_factory=Counter)
-    outcomes: list[float] = field(default_factory=list)
-    statuses: Counter[Status] = field(default_factory=Counter)
-    errors: dict[Status, str] = field(default_factory=dict)
-    versions: set[int] = field(default_factory=set)
-    tokens: int = 0
-
-    def add(self, trajectory: Trajectory) -> None:
-        solved = trajectory.outcome is not None and trajectory.outcome >= SOLVED_OUTCOME
-        self.num_solved[trajectory.problem] += solved
-        self.statuses[trajectory.status] += 1
-        self.tokens += trajectory.num_sampled_tokens
-        self.versions.update(trajectory.sampled_versions().tolist())
-        if trajectory.outcome is not None:
-            self.outcomes.append(trajectory.outcome)
-        if trajectory.error is not None:
-            self.errors.setdefault(trajectory.status, trajectory.error)
-
-    def result(
-        self, setting: RolloutSetting, version: int, k: int, seed: int, wall_s: float
-    ) -> EvalResult:
-        sizes = sorted({2**i for i in range(k.bit_length())} | {k})
-        values = np.array(
-            [
-                [count / k, *(pass_at_k(k, count, size) for size in sizes)]
-                for _, count in sorted(self.num_solved.items())
-            ]
-        )
-        average, *passes = values.mean(axis=0).tolist()
-        interval, *intervals = bootstrap_intervals(values, seed=seed)
-        num_rollouts = self.statuses.total()
-        return EvalResult(
-            task=setting.task.name,
-            split=setting.split,
-            version=version,
-            k=k,
-            temperature=setting.sampling.temperature,
-            seed=seed,
-            num_problems=len(values),
-            num_rollouts=num_rollouts,
-            avg_at_k=average,
-            avg_interval=interval,
-            pass_at_k=dict(zip(sizes, passes, strict=True)),
-            pass_intervals=dict(zip(sizes, intervals, strict=True)),
-            mean_outcome=sum(self.outcomes) / len(self.outcomes) if self.outcomes else None,
-            failures={s: n for s, n in sorted(self.statuses.items()) if s != "ok"},
-            unscored=num_rollouts - len(self.outcomes),
-            errors=dict(sorted(self.errors.items())),
-            tokens=self.tokens,
-            wall_s=round(wall_s, 3),
-        )
-
-
 def evaluate_model(
     source: str | Path,
     *,
@@ -244,24 +173,102 @@ def evaluate_model(
     weights: WhichWeights = "best",
     overrides: Sequence[str] = (),
     runs: Path = Path("runs"),
+    out: Path | None = None,
 ) -> EvalResult:
     """Evaluate a run or a model on a task, in this process; exported as `estr.evaluate`.
 
     source: a run folder, the name of a run under `runs`, "builtin", or a model folder. weights:
-    which ones of a run. What is left out comes from the run's recipe, for a model from the default
-    recipe; overrides are recipe keys ("task.num_terms=3", "sampling.max_new_tokens=512").
+    which ones of a run. What is left out comes from the run's recipe if the task is that of the
+    run, else from the task's own `eval_settings`, else from the default recipe; overrides are
+    recipe keys ("task.num_terms=3", "sampling.max_new_tokens=512"). out: the folder that keeps
+    every rollout, see `estr.evaluation_records`; one that is there is not played again.
     Raises ConfigError or DataError before anything is computed.
     """
-    chosen = {"eval.k": k, "eval.problems": problems, "eval.temperature": temperature, "seed": seed}
-    keys = [f"{name}={value}" for name, value in chosen.items() if value is not None]
+    keys = _overrides(k=k, problems=problems, temperature=temperature, seed=seed)
     subject = find_subject(
         source, task=task, overrides=[*overrides, *keys], weights=weights, runs=runs
     )
+    return _evaluate_subject(subject, out)
+
+
+def compare_models(
+    source: str | Path,
+    against: str | Path,
+    *,
+    task: str | None = None,
+    k: int | None = None,
+    problems: int | None = None,
+    temperature: float | None = None,
+    seed: int | None = None,
+    weights: WhichWeights = "best",
+    overrides: Sequence[str] = (),
+    runs: Path = Path("runs"),
+    out: Path | None = None,
+) -> tuple[EvalResult, EvalResult, Comparison]:
+    """Evaluate two models as `evaluate_model` does, the second one on the task and with the
+    settings of the first, and compare them problem by problem."""
+    keys = _overrides(k=k, problems=problems, temperature=temperature, seed=seed)
+    first = find_subject(
+        source, task=task, overrides=[*overrides, *keys], weights=weights, runs=runs
+    )
+    recipe = first.recipe
+    same_task = [
+        f"task{'' if key == 'name' else f'.{key}'}={json.dumps(value)}"
+        for key, value in sorted(recipe.task.items(), key=lambda item: item[0] != "name")
+    ]
+    second = find_subject(against, overrides=same_task, weights=weights, runs=runs)
+    own = dataclasses.replace(recipe, model=second.recipe.model)
+    results = [
+        _evaluate_subject(subject, out)
+        for subject in (first, dataclasses.replace(second, recipe=own))
+    ]
+    return results[0], results[1], compare(results[0], results[1])
+
+
+def _overrides(**chosen: float | None) -> list[str]:
+    """Keys of the recipe for what was asked for by a flag."""
+    keys = {"seed": "seed"}
+    return [
+        f"{keys.get(name, f'eval.{name}')}={value}"
+        for name, value in chosen.items()
+        if value is not None
+    ]
+
+
+def _evaluate_subject(subject: Subject, out: Path | None) -> EvalResult:
     recipe = subject.recipe
-    with torch_threads(recipe.engine.threads):
-        work = _evaluate_first(_setting(subject), recipe, recipe.eval.problems, recipe.eval.k)
-        result = asyncio.run(work)
+    with torch_threads(recipe.engine.threads), _rollouts_in(out, subject) as kept:
+        work = _evaluate_first(_setting(subject), recipe, recipe.eval.problems, recipe.eval.k, kept)
+        try:
+            result = asyncio.run(work)
+        finally:
+            if kept is not None:
+                kept.write_transcripts()
     return dataclasses.replace(result, version=subject.version)
+
+
+@contextlib.contextmanager
+def _rollouts_in(out: Path | None, subject: Subject) -> Iterator[RolloutFile | None]:
+    """The file of that evaluation in the folder `out`; None: nothing is kept."""
+    if out is None:
+        yield None
+        return
+    from .environments import build_task, resolved_options
+
+    recipe = subject.recipe
+    fingerprint = {
+        "model": weights_digest(subject.folder),
+        "task": resolved_options(recipe.task),
+        "data": getattr(build_task(recipe.task), "fingerprint", None),
+        "seed": recipe.seed,
+        "temperature": recipe.eval.temperature,
+        "max_new_tokens": recipe.sampling.max_new_tokens,
+        "max_tokens": recipe.sampling.max_tokens,
+        "dtype": recipe.engine.dtype,
+        "timeout_s": recipe.rollout.timeout_s,
+    }
+    with open_rollouts(out, fingerprint) as kept:
+        yield kept
 
 
 def sample_rollouts(
@@ -304,7 +311,11 @@ async def _rollout(setting: RolloutSetting, seed: int, problem: int, index: int 
 
 
 async def _evaluate_first(
-    setting: RolloutSetting, recipe: Recipe, num_problems: int, k: int
+    setting: RolloutSetting,
+    recipe: Recipe,
+    num_problems: int,
+    k: int,
+    kept: RolloutFile | None = None,
 ) -> EvalResult:
     return await evaluate(
         setting,
@@ -312,6 +323,7 @@ async def _evaluate_first(
         k=k,
         seed=recipe.seed,
         concurrency=recipe.engine.max_batch,
+        kept=kept,
     )
 
 

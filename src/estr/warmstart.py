@@ -1,56 +1,61 @@
-"""Makes the built-in model: a small decoder that has seen the calculator used, badly.
+"""Warm starts: small decoders that have seen a twin played, badly.
 
-    estr warmstart --out FOLDER --seed 0
+    estr warmstart --out FOLDER --seed 0                    the built-in model, made anew
+    estr warmstart --out FOLDER --task lookup --set task.num_hops=3
+    model = "warmstart"  or  "warmstart:SEED"               in a recipe: that of its own task
 
-A Llama-style decoder with one token a character learns, supervised, from demonstrations in which
-22 % of the turns are wrong. It ends up right about two times in five: enough to earn reward now
-and then, with far to go. The folder is an ordinary Hugging Face folder plus record.json: the
-command, the losses, the accuracy measured at the end, versions and date.
+A Llama-style decoder with one token a character learns, supervised, from demonstrations with
+errors in them. It ends up right now and then: enough to earn reward, with far to go. The folder is
+an ordinary Hugging Face folder plus record.json: the command, the losses, the accuracy measured at
+the end, versions and date. A recipe's warm start is made at its first use, in about a minute, and
+kept in the user's cache folder under the digest of what it is made from.
 """
 
 from __future__ import annotations
 
 import asyncio
 import datetime
+import hashlib
 import json
 import math
 import platform
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .chat import Codec
-from .environment import Action
-from .environments.calculator import CALL_ERROR, CalculatorOptions, CalculatorTask
-from .models import save_model
+from .environments import build_task
+from .environments.demonstrations import ALPHABET, Twin
+from .errors import ConfigError
+from .models import WARM_START, cache_folder, save_model
+from .options.run import RolloutOptions
+from .rollout import RolloutSetting, run_rollout
+from .types import RolloutId, SamplingSettings
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"
-ALPHABET = "0123456789+=[].!-*/ \n"
-"""One token a character, after the three special ones; 24 in all. The calculator uses 16."""
 
-_MAX_TOKENS = 120
+_MAX_TOKENS = 400
+_MAX_POSITIONS = 512
+_NUM_MEASURED = 1000
+_NUM_DIGESTED = 100
 
-Span = tuple[str, bool]
-"""A piece of a demonstration, and whether the model is to write it."""
+Table = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
-    """How the model is made."""
+    """How a warm start is made, but for its task."""
 
     seed: int = 0
     steps: int = 300
     batch_size: int = 128
     lr: float = 3e-3
-    error_rate: float = 0.22
-    """Share of demonstrated turns that are wrong."""
     layers: int = 2
     width: int = 64
     num_measured: int = 2000
@@ -58,7 +63,7 @@ class WarmStart:
 
 
 def make_tokenizer() -> Any:
-    """One token a character of ALPHABET; anything else is <unk>."""
+    """One token a character of ALPHABET after the three special ones; anything else is <unk>."""
     from tokenizers import Tokenizer, decoders, models
     from transformers import PreTrainedTokenizerFast
 
@@ -81,7 +86,7 @@ def make_model(setting: WarmStart, tokenizer: Any) -> Any:
         num_hidden_layers=setting.layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        max_position_embeddings=512,
+        max_position_embeddings=_MAX_POSITIONS,
         # The default 0.02 suits widths in the thousands; here attention would start out blind.
         initializer_range=0.1,
         tie_word_embeddings=False,
@@ -92,60 +97,20 @@ def make_model(setting: WarmStart, tokenizer: Any) -> Any:
     return LlamaForCausalLM(config)
 
 
-def demonstrate(
-    task: CalculatorTask, index: int, error_rate: float, rng: random.Random
-) -> Iterator[Span]:
-    """One rollout of training problem `index` by a demonstrator who, at a rate of error_rate a
-    turn, copies a digit wrongly, takes a wrong number, or forgets the plus sign of a call (and then
-    tries again). It goes on from whatever the tool answers."""
-    first, *others = (task.written(term) for term in task.terms("train", index))
-    yield "+".join([first, *others]) + "=", False
-    total = first
-    for term in others:
-        answer = CALL_ERROR
-        while answer == CALL_ERROR:
-            call = f"[{total}+{term}"
-            if rng.random() < error_rate:
-                call = _spoilt(call, [first, *others], rng)
-            answer = task.call(call)
-            yield call + "]", True
-            yield answer, False
-        total = answer
-    spoilt = rng.random() < error_rate
-    yield (_wrong_digit(total, rng) if spoilt else total) + ".", True
-
-
-def _spoilt(call: str, numbers: list[str], rng: random.Random) -> str:
-    kind = rng.randrange(3)
-    if kind == 0:
-        return call.replace("+", "")
-    if kind == 1:
-        left, _, right = call.partition("+")
-        other = rng.choice([n for n in numbers if n != right] or numbers)
-        return f"{left}+{other}"
-    return _wrong_digit(call, rng)
-
-
-def _wrong_digit(text: str, rng: random.Random) -> str:
-    place = rng.choice([i for i, char in enumerate(text) if char.isdigit()])
-    digit = rng.choice([d for d in "0123456789" if d != text[place]])
-    return text[:place] + digit + text[place + 1 :]
-
-
-def train(model: Any, tokenizer: Any, setting: WarmStart) -> list[float]:
+def train(model: Any, tokenizer: Any, task: Twin, setting: WarmStart) -> list[float]:
     """Supervised steps on fresh demonstrations; only what the model is to write enters the loss.
     AdamW, cosine to zero. Returns the loss of every step, nats a token."""
     import torch
     from torch.nn.functional import cross_entropy
 
-    task = CalculatorTask(CalculatorOptions())
     rng = random.Random(setting.seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, setting.steps)
     losses = []
     model.train()
     for step in range(setting.steps):
-        ids, labels = _batch(task, step, setting, tokenizer, rng)
+        first = step * setting.batch_size
+        ids, labels = _batch(task, range(first, first + setting.batch_size), tokenizer, rng)
         logits = model(input_ids=ids, use_cache=False).logits
         loss = cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         optimizer.zero_grad()
@@ -158,23 +123,20 @@ def train(model: Any, tokenizer: Any, setting: WarmStart) -> list[float]:
     return losses
 
 
-def _batch(
-    task: CalculatorTask, step: int, setting: WarmStart, tokenizer: Any, rng: random.Random
-) -> tuple[Tensor, Tensor]:
-    """ids and labels [batch_size, length], padded on the right; -100 where nothing is learned."""
+def _batch(task: Twin, indices: range, tokenizer: Any, rng: random.Random) -> tuple[Tensor, Tensor]:
+    """ids and labels [len(indices), length], padded on the right; -100 where nothing is learned."""
     import torch
 
     vocabulary = tokenizer.get_vocab()
     rows = []
-    for i in range(setting.batch_size):
+    for index in indices:
         ids: list[int] = []
         labels: list[int] = []
-        index = step * setting.batch_size + i
-        for text, written in demonstrate(task, index, setting.error_rate, rng):
+        for text, written in task.demonstrate(index, rng):
             piece = [vocabulary[char] for char in text]
             ids += piece
             labels += piece if written else [-100] * len(piece)
-        rows.append((ids, labels))
+        rows.append((ids[:_MAX_POSITIONS], labels[:_MAX_POSITIONS]))
     length = max(len(ids) for ids, _ in rows)
     padded = [
         (
@@ -186,71 +148,56 @@ def _batch(
     return torch.tensor([ids for ids, _ in padded]), torch.tensor([labels for _, labels in padded])
 
 
-def measure(model: Any, tokenizer: Any, setting: WarmStart) -> float:
+def measure(model: Any, tokenizer: Any, task: Twin, setting: WarmStart) -> float:
     """Share of `num_measured` held-out problems solved at temperature 1, one rollout each."""
+    from .engines.in_process import InProcessEngine
+    from .engines.local import LocalEngine
+
+    codec = Codec(tokenizer)
+    sampling = SamplingSettings(
+        max_new_tokens=_MAX_TOKENS,
+        max_tokens=_MAX_TOKENS,
+        stop_token_ids=codec.resolve_stops(task.stop),
+    )
+    engine = LocalEngine(model, version=0, max_batch=256, gini=False, vocab_size=len(tokenizer))
+    play = RolloutSetting(
+        InProcessEngine(engine), task, codec, sampling, RolloutOptions(), split="test"
+    )
+
+    async def solved() -> float:
+        rollouts = [
+            run_rollout(
+                play, RolloutId(setting.seed, i, 0), i, dispatch_version=0, deadline_version=0
+            )
+            for i in range(setting.num_measured)
+        ]
+        return sum(t.outcome or 0.0 for t in await asyncio.gather(*rollouts))
+
+    return asyncio.run(solved()) / setting.num_measured
+
+
+def make(setting: WarmStart, out: Path, *, task: Table | None = None) -> dict[str, Any]:
+    """Train, measure, save to `out`; returns the record. On one thread it repeats itself.
+
+    task: a recipe's task table; None: the calculator's. Raises ConfigError for a task that cannot
+    show how it is played.
+    """
     import torch
 
-    generator = torch.Generator().manual_seed(setting.seed)
-    task = CalculatorTask(CalculatorOptions())
-    chunk = 500
-    solved = 0.0
-    for start in range(0, setting.num_measured, chunk):
-        indices = range(start, min(start + chunk, setting.num_measured))
-        solved += asyncio.run(_play(model, Codec(tokenizer), task, indices, generator))
-    return solved / setting.num_measured
-
-
-async def _play(
-    model: Any, codec: Codec, task: CalculatorTask, indices: range, generator: torch.Generator
-) -> float:
-    """The summed outcomes of test problems, played side by side, the whole history read anew for
-    every token: slow and plain, no engine needed."""
-    import torch
-
-    stops = codec.resolve_stops(task.stop)
-    environments = [task.make("test", index) for index in indices]
-    histories = [codec.encode_prompt(await env.start()) for env in environments]
-    turns: list[list[int]] = [[] for _ in indices]
-    running = list(range(len(indices)))
-    solved = 0.0
-    while running:
-        length = max(len(histories[i]) for i in running)
-        ids = torch.tensor([histories[i] + [0] * (length - len(histories[i])) for i in running])
-        last = torch.tensor([len(histories[i]) - 1 for i in running])
-        with torch.no_grad():
-            logits = model(input_ids=ids, use_cache=False).logits[torch.arange(len(ids)), last]
-        drawn = torch.multinomial(logits.softmax(-1), 1, generator=generator).flatten().tolist()
-        for i, token in zip(list(running), drawn, strict=True):
-            histories[i].append(token)
-            turns[i].append(token)
-            if token in stops:
-                text = codec.decode(turns[i][:-1])
-                reply = await environments[i].step(Action(text, tuple(turns[i]), "stop"))
-                solved += reply.outcome or 0.0
-                histories[i] += codec.encode_observation(reply.observation or "")
-                turns[i] = []
-                if reply.observation is None:
-                    running.remove(i)
-            if len(histories[i]) >= _MAX_TOKENS and i in running:
-                running.remove(i)
-    return solved
-
-
-def make(setting: WarmStart, out: Path) -> dict[str, Any]:
-    """Train, measure, save to `out`; returns the record. On one thread it repeats itself."""
-    import torch
-
+    table = dict(task or {"name": "calculator"})
+    twin = find_twin(table)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(setting.seed)
     tokenizer = make_tokenizer()
     model = make_model(setting, tokenizer)
-    losses = train(model, tokenizer, setting)
-    accuracy = measure(model, tokenizer, setting)
+    losses = train(model, tokenizer, twin, setting)
+    accuracy = measure(model, tokenizer, twin, setting)
     torch.set_num_threads(threads)
     save_model(model, tokenizer, out)
     record = {
-        "command": f"estr warmstart --out FOLDER --seed {setting.seed}",
+        "command": _command(table, setting),
+        "task": table,
         "setting": asdict(setting),
         "parameters": sum(p.numel() for p in model.parameters()),
         "loss_every_20_steps": [round(loss, 4) for loss in [*losses[::20], losses[-1]]],
@@ -264,3 +211,62 @@ def make(setting: WarmStart, out: Path) -> dict[str, Any]:
     }
     (out / "record.json").write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
     return record
+
+
+def _command(task: Table, setting: WarmStart) -> str:
+    words = [f"estr warmstart --out FOLDER --seed {setting.seed}"]
+    if setting.steps != WarmStart().steps:
+        words.append(f"--steps {setting.steps}")
+    if task["name"] != "calculator":
+        words.append(f"--task {task['name']}")
+    words += [f"--set task.{key}={value}" for key, value in task.items() if key != "name"]
+    return " ".join(words)
+
+
+def find_twin(table: Table) -> Twin:
+    """The task of that table. Raises ConfigError if it cannot show how it is played."""
+    task = build_task(table)
+    if not hasattr(task, "demonstrate"):
+        raise ConfigError(
+            f"task {task.name} has no demonstrations, so there is no warm start for it; "
+            'take another model, or a task that has some: "calculator", "countdown", "lookup"'
+        )
+    return task  # type: ignore[return-value]
+
+
+# -- of a recipe --------------------------------------------------------------------------------
+
+
+def parse_warm_start(model: str) -> WarmStart | None:
+    """What a recipe's `model` asks for; None if it is no warm start. Raises ConfigError for
+    "warmstart:" and something that is not a seed."""
+    name, colon, seed = model.partition(":")
+    if name != WARM_START:
+        return None
+    if colon and not (seed.isascii() and seed.isdecimal()):
+        raise ConfigError(f'model = {model!r}: a warm start is "warmstart" or "warmstart:SEED"')
+    return WarmStart(seed=int(seed or 0), num_measured=_NUM_MEASURED)
+
+
+def cached_folder(table: Table, setting: WarmStart) -> Path:
+    """Where the warm start of a task lies or will lie. Everything that makes a difference to it is
+    in the digest: the setting, this file, torch, and demonstrations themselves (so no option that
+    leaves them as they are, such as a latency, and all code that they come from)."""
+    task = find_twin(table)
+    rng = random.Random(setting.seed)
+    shown = [list(task.demonstrate(index, rng)) for index in range(_NUM_DIGESTED)]
+    content = repr((asdict(setting), version("torch"), shown)).encode()
+    digest = hashlib.sha256(content + Path(__file__).read_bytes()).hexdigest()
+    return cache_folder() / WARM_START / f"{table['name']}-{setting.seed}-{digest[:12]}"
+
+
+def warm_start(
+    table: Table, setting: WarmStart, tell: Callable[[str], None] = lambda line: None
+) -> Path:
+    """The folder of a task's warm start, made if the cache has none. tell: is told so then."""
+    folder = cached_folder(table, setting)
+    if not (folder / "record.json").is_file():
+        tell(f"making the warm start of task {table['name']}, once, about a minute: {folder}")
+        record = make(setting, folder, task=table)
+        tell(f"its held-out accuracy is {record['accuracy']:.3f}")
+    return folder

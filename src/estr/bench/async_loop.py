@@ -90,15 +90,15 @@ async def _measure_regime(name: str, recipe: Recipe, measure: dict[str, Any]) ->
         engine=dataclasses.replace(recipe.engine, threads=2),
         trainer=dataclasses.replace(recipe.trainer, threads=2),
     )
-    sync = {"max_staleness": 0}
+    sync, sync_two = (dataclasses.replace(its, max_staleness=0) for its in (recipe, two_threads))
     rounds: list[dict[str, float]] = []
     async with _bench(recipe) as one, _bench(two_threads) as two:
         for number in range(1, measure["repeats"] + 1):
             rates = {
                 **await one.alone(measure),
                 "async": await one.loop(recipe, measure),
-                "sync": await one.loop(dataclasses.replace(recipe, **sync), measure),
-                "sync_two": await two.loop(dataclasses.replace(two_threads, **sync), measure),
+                "sync": await one.loop(sync, measure),
+                "sync_two": await two.loop(sync_two, measure),
             }
             rounds.append(rates)
             told = ", ".join(f"{kind} {rate:,.0f}" for kind, rate in rates.items())

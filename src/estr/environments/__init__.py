@@ -23,8 +23,10 @@ from ..functions import import_object
 TASKS: dict[str, str] = {
     "arithmetic": "estr.environments.arithmetic:ArithmeticTask",
     "calculator": "estr.environments.calculator:CalculatorTask",
+    "countdown": "estr.environments.countdown:CountdownTask",
     "data": "estr.environments.own_data:DataTask",
     "gsm8k": "estr.environments.gsm8k:Gsm8kTask",
+    "lookup": "estr.environments.lookup:LookupTask",
 }
 """The shipped tasks: name -> "module:Class"."""
 
@@ -35,13 +37,25 @@ def build_task(table: Mapping[str, Any]) -> Task:
     Raises ConfigError for an unknown name, a class that cannot be imported or has no options
     dataclass, and for options that are unknown, of the wrong type or out of range.
     """
+    cls, options = _read(table)
+    task: Task = cls(options)
+    return task
+
+
+def resolved_options(table: Mapping[str, Any]) -> dict[str, Any]:
+    """The task table with every option in it. Raises ConfigError as build_task does."""
+    _, options = _read(table)
+    return {"name": table["name"], **dataclasses.asdict(options)}
+
+
+def _read(table: Mapping[str, Any]) -> tuple[Any, Any]:
+    """(task class, its options)."""
     options = dict(table)
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(f'the task table {dict(table)} has no name; say name = "calculator"')
     cls = _task_class(name)
-    task: Task = cls(read_options(cls.Options, options, f"task ({name})"))
-    return task
+    return cls, read_options(cls.Options, options, f"task ({name})")
 
 
 def check_split(split: str) -> None:

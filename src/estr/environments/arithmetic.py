@@ -96,6 +96,9 @@ class ArithmeticTask:
     def gold(self, split: str, index: int) -> Sequence[str]:
         return [str(sum(self.pair(split, index)))]
 
+    def answer(self, text: str) -> str | None:
+        return text.strip() or None
+
 
 class ArithmeticEnvironment:
     """One sum. Right is the whole number, alone on its line, and a line break (or the model's own

@@ -20,51 +20,52 @@ nothing by themselves. Answering without a call is allowed, and right when it is
 
 from __future__ import annotations
 
-import asyncio
-import math
+import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
+from typing import Literal
 
 from ..environment import Action, Environment, Reply
 from ..grading import exact_integer
 from ..options.corrections import require
 from . import check_split, stable_hash
+from .demonstrations import Span, heavy_tailed, is_held_out, wrong_digit
+from .latency import Latency, LatencyOptions
 
 CALL_ERROR = "!"
 """What the tool answers to a call that it cannot read."""
 
-_TEST_SHARE = 8
-"""One problem in this many is held out, whatever the seed."""
-
 
 @dataclass(frozen=True, slots=True)
-class CalculatorOptions:
-    """Size of the problems, and how long the tool takes (a sleeping tool stands for a real one)."""
+class CalculatorOptions(LatencyOptions):
+    """Size of the problems, how they are demonstrated, and how long the tool takes (a sleeping tool
+    stands for a real one)."""
 
     num_terms: int = 4
-    """Numbers to add up."""
+    """Numbers to add up; with max_terms the least."""
+    max_terms: int = 0
+    """Numbers in the longest problems: P(terms >= n) is about num_terms / n up to there. 0: all
+    problems have num_terms."""
     digits: int = 2
     """Digits of each number; results are taken modulo 10**digits."""
+    order: Literal["fixed", "random"] = "fixed"
+    """Order in which demonstrations and gold answers take the terms. Any order is right; "random"
+    makes the next term a real choice of the model's."""
+    error_rate: float = 0.22
+    """Share of demonstrated turns that are wrong."""
     seed: int = 0
     """Which problems the indices stand for. What is held out for testing does not depend on it."""
-    latency_mean_s: float = 0.0
-    """Mean time of a tool call, lognormal with shape 1, cut off below and above; 0: at once."""
-    latency_min_s: float = 0.01
-    """Shortest tool call, seconds."""
-    latency_max_s: float = 0.2
-    """Longest tool call, seconds."""
 
     def __post_init__(self) -> None:
         require(2 <= self.num_terms <= 16, f"num_terms must be in [2, 16], not {self.num_terms}")
-        require(1 <= self.digits <= 4, f"digits must be in [1, 4], not {self.digits}")
-        low, mean, high = self.latency_min_s, self.latency_mean_s, self.latency_max_s
         require(
-            mean == 0 or (0 < low < mean < high and math.isfinite(high)),
-            f"latency_mean_s must be 0 or lie between latency_min_s and latency_max_s, both "
-            f"finite and above 0; they are {mean}, {low} and {high}",
+            self.max_terms == 0 or self.num_terms <= self.max_terms <= 16,
+            f"max_terms must be 0 or in [num_terms, 16], not {self.max_terms}",
         )
+        require(1 <= self.digits <= 4, f"digits must be in [1, 4], not {self.digits}")
+        require(0 <= self.error_rate < 1, f"error_rate must be in [0, 1), not {self.error_rate}")
+        self.check_latency()
 
 
 class CalculatorTask:
@@ -77,8 +78,8 @@ class CalculatorTask:
 
     def __init__(self, options: CalculatorOptions) -> None:
         self.options = options
-        self.max_turns = 2 * options.num_terms
-        self._latency = Latency(options) if options.latency_mean_s else None
+        self.max_turns = 2 * max(options.num_terms, options.max_terms)
+        self._latency = Latency(options)
 
     def size(self, split: str) -> int | None:
         check_split(split)
@@ -91,15 +92,17 @@ class CalculatorTask:
         training, in no order of its terms and under no seed.
         """
         check_split(split)
-        lowest, count = 10 ** (self.options.digits - 1), 9 * 10 ** (self.options.digits - 1)
+        options = self.options
+        lowest, count = 10 ** (options.digits - 1), 9 * 10 ** (options.digits - 1)
+        num_terms = heavy_tailed(options.num_terms, options.max_terms, options.seed, split, index)
         tries = 0
         while True:
-            drawn = stable_hash(self.options.seed, split, index, tries)
+            drawn = stable_hash(options.seed, split, index, tries)
             terms = []
-            for _ in range(self.options.num_terms):
+            for _ in range(num_terms):
                 drawn, rest = divmod(drawn, count)
                 terms.append(lowest + rest)
-            if (stable_hash("held out", *sorted(terms)) % _TEST_SHARE == 0) == (split == "test"):
+            if is_held_out(*sorted(terms)) == (split == "test"):
                 return tuple(terms)
             tries += 1
 
@@ -108,12 +111,46 @@ class CalculatorTask:
 
     def gold(self, split: str, index: int) -> Sequence[str]:
         turns = []
-        first, *others = self.terms(split, index)
-        total = self.written(first)
+        rng = random.Random(stable_hash("gold", self.options.seed, split, index))
+        first, *others = self._taken(self.terms(split, index), rng)
+        total = first
         for term in others:
-            turns.append(f"[{total}+{self.written(term)}")
+            turns.append(f"[{total}+{term}")
             total = self.call(turns[-1])
         return [*turns, total]
+
+    def answer(self, text: str) -> str | None:
+        return None if text.startswith("[") else text.strip().lstrip("0") or "0"
+
+    def demonstrate(self, index: int, rng: random.Random) -> Iterator[Span]:
+        """A player who, at a rate of error_rate a turn, copies a digit wrongly, takes a wrong
+        number, or forgets the plus sign of a call (and then tries again)."""
+        terms = self.terms("train", index)
+        yield self.prompt(terms), False
+        first, *others = self._taken(terms, rng)
+        total = first
+        for term in others:
+            answer = CALL_ERROR
+            while answer == CALL_ERROR:
+                call = f"[{total}+{term}"
+                if rng.random() < self.options.error_rate:
+                    call = _spoilt(call, [first, *others], rng)
+                answer = self.call(call)
+                yield call + "]", True
+                yield answer, False
+            total = answer
+        spoilt = rng.random() < self.options.error_rate
+        yield (wrong_digit(total, rng) if spoilt else total) + ".", True
+
+    def _taken(self, terms: Sequence[int], rng: random.Random) -> list[str]:
+        """The terms as written, in the order in which a player takes them."""
+        taken = list(map(self.written, terms))
+        if self.options.order == "random":
+            rng.shuffle(taken)
+        return taken
+
+    def prompt(self, terms: Sequence[int]) -> str:
+        return "+".join(map(self.written, terms)) + "="
 
     def call(self, text: str) -> str:
         """What the tool answers to the call `text` ("[23+45", without its stop token)."""
@@ -127,8 +164,7 @@ class CalculatorTask:
 
     async def wait(self, split: str, index: int, call: int) -> None:
         """The time that call number `call` of this problem takes."""
-        if self._latency is not None:
-            await asyncio.sleep(self._latency.seconds(self.options.seed, split, index, call))
+        await self._latency.wait(self.options.seed, split, index, call)
 
 
 class CalculatorEnvironment:
@@ -143,7 +179,7 @@ class CalculatorEnvironment:
         self._num_calls = 0
 
     async def start(self) -> str:
-        return "+".join(map(self._task.written, self._terms)) + "="
+        return self._task.prompt(self._terms)
 
     async def step(self, action: Action) -> Reply:
         if action.finish_reason != "stop":
@@ -161,35 +197,12 @@ class CalculatorEnvironment:
         pass
 
 
-class Latency:
-    """exp(mu + z), z standard normal, cut off at latency_min_s and latency_max_s; mu is chosen so
-    that the mean after the cut is latency_mean_s. A pure function of problem and call."""
-
-    def __init__(self, options: CalculatorOptions) -> None:
-        self._low, self._high = math.log(options.latency_min_s), math.log(options.latency_max_s)
-        # The mean grows with mu, from the lower cut to the upper one: bisection.
-        below, above = self._low - 8, self._high + 8
-        for _ in range(60):
-            self._mu = (below + above) / 2
-            if self.mean_s() < options.latency_mean_s:
-                below = self._mu
-            else:
-                above = self._mu
-
-    def mean_s(self) -> float:
-        """E[min(max(exp(mu + z), low), high)] in closed form, seconds."""
-        below = NormalDist().cdf(self._low - self._mu)
-        above = 1 - NormalDist().cdf(self._high - self._mu)
-        within = NormalDist(self._mu + 1)
-        inside = within.cdf(self._high) - within.cdf(self._low)
-        return (
-            math.exp(self._low) * below
-            + math.exp(self._mu + 0.5) * inside
-            + math.exp(self._high) * above
-        )
-
-    def seconds(self, *key: str | int) -> float:
-        """The time that the call named by `key` takes."""
-        uniform = (stable_hash("latency", *key) % 2**52 + 0.5) / 2**52
-        time = self._mu + NormalDist().inv_cdf(uniform)
-        return math.exp(min(max(time, self._low), self._high))
+def _spoilt(call: str, numbers: list[str], rng: random.Random) -> str:
+    kind = rng.randrange(3)
+    if kind == 0:
+        return call.replace("+", "")
+    if kind == 1:
+        left, _, right = call.partition("+")
+        other = rng.choice([n for n in numbers if n != right] or numbers)
+        return f"{left}+{other}"
+    return wrong_digit(call, rng)
