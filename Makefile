@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: train test lint types smollm2 chaos clean help
+.PHONY: train test lint types smollm2 chaos conformance clean help
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -40,5 +40,10 @@ KILLS ?= 200
 chaos: $(SETUP) ## kill runs KILLS times, resume them, count what was lost
 	$(BIN)/python tools/chaos --kills $(KILLS)
 
+# Needs the package index; not part of the gate.
+conformance: $(SETUP) ## compare our losses with those of verl, TRL, OpenRLHF, AReaL
+	$(BIN)/python conformance/install.py
+	$(BIN)/python conformance/run.py
+
 clean: ## remove what the targets above made (runs/ stays)
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) conformance/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -430,3 +430,23 @@ def test_a_first_token_without_history_is_refused_by_name():
 def test_bad_options_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         batches_of([trajectory(segment(".s"))], **options)
+
+
+# Whole trajectories in one micro-batch
+
+
+@FEW
+@given(trajectory_lists, st.integers(1, 60), st.data())
+def test_a_whole_trajectory_stays_in_one_micro_batch_when_asked_for(trajectories, budget, data):
+    advantages, groups = advantages_and_groups(data, len(trajectories))
+    cut = {"token_budget": budget, "aggregation": "group"}
+    loose = batches_of(trajectories, advantages, groups, **cut)
+    whole = batches_of(trajectories, advantages, groups, whole_trajectories=True, **cut)
+    homes = Counter(t for b in whole for t in {row.trajectory for row in b.rows})
+    assert set(homes.values()) <= {1}
+    rows = [sorted(row for b in batches for row in b.rows) for batches in (loose, whole)]
+    assert rows[0] == rows[1]
+    for batch in whole:
+        fits = batch.token_ids.numel() <= budget
+        assert fits or len({row.trajectory for row in batch.rows}) == 1
+    assert loss_and_gradient(whole) == pytest.approx(loss_and_gradient(loose), abs=1e-6)

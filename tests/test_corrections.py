@@ -22,7 +22,7 @@ from estr.corrections import (
     Verdict,
     build_correction,
 )
-from estr.corrections.kpop import bernoulli_divergences
+from estr.corrections.bernoulli import bernoulli_divergences
 from estr.errors import ConfigError, DataError, NumericsError
 from estr.options.corrections import CORRECTION_OPTIONS
 
@@ -368,6 +368,16 @@ VARIANTS = [
     {"name": "kpop"},
     {"name": "kpop", "edge": "B"},
     {"name": "kpop", "saturate": True},
+    {"name": "estr", "scale": "gini"},
+    {"name": "estr", "scale": "token", "mask": "soft"},
+    {"name": "tis"},
+    {"name": "tis", "level": "sequence"},
+    {"name": "mis", "level": "geometric"},
+    {"name": "dppo"},
+    {"name": "dppo", "scale": "entropy"},
+    {"name": "m2po"},
+    {"name": "dual_clip", "edge": "U"},
+    {"name": "decoupled"},
 ]
 
 
@@ -382,18 +392,22 @@ def test_no_correction_keeps_a_masked_slot_or_lets_gradient_into_its_verdict(
         advantages=torch.tensor([1.0, 1.0, NAN]),
         loss_mask=torch.tensor([True, False, False]),
         behavior_entropies=torch.tensor([1.0, 1.0, NAN]),
+        behavior_gini=torch.tensor([0.5, 0.5, NAN]),
+        sequence_ids=torch.tensor([3, 3, 3]),
     )
     verdict = build_correction([entry])(columns)
     assert verdict.keep.tolist() == [True, False, False]
     if verdict.weight is not None:
         assert not verdict.weight.requires_grad
-        assert verdict.weight.tolist() == [1.0, 1.0, 1.0]
+        assert verdict.weight[verdict.keep].tolist() == [1.0]
 
 
 def test_needs_name_what_each_correction_reads() -> None:
     needs = [set(build_correction([entry]).needs) for entry in VARIANTS]
     q, h = {"proximal_logprobs"}, {"behavior_entropies"}
-    assert needs == [set(), q, h, h, set(), q, set(), q, set()]
+    gini, ids, step = {"behavior_gini"}, {"sequence_ids"}, {"whole_step"}
+    first = [set(), q, h, h, set(), q, set(), q, set()]
+    assert needs == [*first, gini, gini, q, q | ids, q | ids, set(), h, q | step, q, q]
 
 
 # --- building and composing ---------------------------------------------------------------------
@@ -460,6 +474,10 @@ class Weigh:
         return Verdict(places < self.options.keep_first, weight)
 
 
+class WholeStep(Weigh):
+    needs = frozenset({"whole_step"})
+
+
 class NoOptions(Weigh):
     Options = None  # type: ignore[assignment]
 
@@ -509,6 +527,7 @@ def test_masks_and_weights_multiply_under_one_surrogate() -> None:
         (f"{HERE}:NoOptions", "give the class an attribute Options"),
         (f"{HERE}:columns_of", "give the class an attribute Options"),
         (f"{HERE}:UnknownNeed", "needs must be a frozenset within .*not frozenset"),
+        (f"{HERE}:WholeStep", "needs whole_step but has no method for_step"),
         (f"{HERE}:FloatKeep", "must return a Verdict whose keep is a bool tensor"),
         (f"{HERE}:NoVerdict", "must return a Verdict whose keep is a bool tensor"),
     ],

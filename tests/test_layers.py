@@ -20,6 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "advantages",
         "corrections",
         "losses",
+        "conformance",
         "batch",
         "ledger",
         "metrics",

@@ -27,6 +27,15 @@ VARIANTS: list[dict[str, Any]] = [
     {"name": "icepop", "edge": "B"},
     {"name": "kpop"},
     {"name": "kpop", "edge": "B"},
+    {"name": "estr", "tau": 0.5, "side": "outward"},
+    {"name": "estr", "tau": 0.5, "surrogate": "importance"},
+    {"name": "tis"},
+    {"name": "mis"},
+    {"name": "decoupled"},
+    {"name": "dppo"},
+    {"name": "dppo", "divergence": "kl", "scale": "entropy"},
+    {"name": "dual_clip"},
+    {"name": "dual_clip", "edge": "U"},
 ]
 
 
@@ -161,12 +170,12 @@ def test_edge_u_reads_the_proximal_policy_and_never_mu() -> None:
 
 
 class Double:
-    """Keeps all with weight 2 and brings no surrogate."""
+    """Keeps all with a weight of 2 for q/mu and brings no surrogate."""
 
     needs: frozenset[str] = frozenset()
 
     def __call__(self, columns: TokenColumns) -> Verdict:
-        return Verdict(columns.loss_mask, 1.0 - columns.policy_logprobs)
+        return Verdict(columns.loss_mask, 1.0 - columns.policy_logprobs, weight_edge="B")
 
 
 class KeepAll:

@@ -125,6 +125,55 @@ def test_minibatches_share_the_proximal_policy_of_the_batch_start() -> None:
     assert results[1].metrics.to_row()["loss"] != afresh.metrics.to_row()["loss"]
 
 
+@pytest.mark.parametrize(
+    ("table", "passes"),
+    [
+        ({"correction": {"name": "estr"}}, 0),
+        ({"correction": {"name": "tis"}}, 0),
+        ({"correction": {"name": "estr"}, "num_minibatches": 2}, 0),
+        ({"correction": {"name": "decoupled"}, "num_minibatches": 2}, 2),
+        ({"correction": {"name": "m2po"}}, 1),
+    ],
+)
+def test_a_proximal_pass_is_made_only_when_asked_for(
+    table: dict, passes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = trainer(**table)
+    without_gradient = []
+    score = own._score
+
+    def counted(batch):
+        without_gradient.append(not torch.is_grad_enabled())
+        return score(batch)
+
+    monkeypatch.setattr(own, "_score", counted)
+    number = table.get("num_minibatches", 1)
+    own.train([draw_groups(own.model, seed=i) for i in range(number)])
+    assert sum(without_gradient) == passes
+    assert len(without_gradient) == passes + number
+
+
+@pytest.mark.parametrize(
+    "correction",
+    [
+        {"name": "m2po", "budget": 0.002},
+        [{"name": "mis", "level": "geometric", "low": 0.9, "high": 1.1}],
+    ],
+    ids=["m2po", "mis"],
+)
+def test_rules_on_the_step_and_on_trajectories_do_not_depend_on_the_cut(correction) -> None:
+    table = {"correction": correction, "trainer": {"adam_eps": 1.0}}
+    whole = trainer(**table)
+    cut = trainer(**{**table, "trainer": {"adam_eps": 1.0, "token_budget": 20}})
+    groups = draw_groups(tiny_model(seed=1), num_groups=3)  # drawn by other weights
+    rows = [one.train([groups])[0].metrics.to_row() for one in (whole, cut)]
+    assert 0 < rows[0]["rho_mask"] < 1
+    assert rows[0]["rho_mask"] == rows[1]["rho_mask"]
+    assert rows[0]["loss"] == pytest.approx(rows[1]["loss"], rel=1e-5)
+    for name, value in whole.master_state().items():
+        torch.testing.assert_close(value, cut.master_state()[name], atol=1e-6, rtol=0)
+
+
 def test_publishing_follows_publish_every() -> None:
     own = trainer(publish_every=2)
     groups = draw_groups(own.model)

@@ -14,6 +14,7 @@ import itertools
 import json
 import math
 import sys
+import types
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -82,7 +83,7 @@ def _rows(cls: Any, *, tables: bool = True) -> str:
         cells = [
             f"`{field.name}`",
             " or ".join(_types(hints[field.name])),
-            f"`{_toml(_default(field))}`",
+            _shown(_default(field)),
             meanings.get(field.name, ""),
         ]
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
@@ -121,6 +122,8 @@ def _types(hint: Any) -> Iterator[str]:
         yield f"list of {len(arguments)} numbers"
     elif origin is dict:
         yield "name or table"
+    elif origin is types.UnionType:
+        yield from (name for a in arguments if a is not type(None) for name in _types(a))
     else:
         yield {bool: "true or false", int: "integer", float: "number", str: "text"}[hint]
 
@@ -129,6 +132,10 @@ def _default(field: dataclasses.Field[Any]) -> Any:
     if field.default_factory is not dataclasses.MISSING:
         return field.default_factory()
     return field.default
+
+
+def _shown(value: Any) -> str:
+    return "unset" if value is None else f"`{_toml(value)}`"
 
 
 def _toml(value: Any) -> str:

@@ -14,14 +14,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import corrections, losses
+    from . import conformance, corrections, losses
     from .config import Recipe, load_recipe
     from .evaluation import evaluate_model as evaluate
     from .run import train
 
     __version__: str
 
-__all__ = ["Recipe", "__version__", "corrections", "evaluate", "load_recipe", "losses", "train"]
+__all__ = [
+    "Recipe",
+    "__version__",
+    "conformance",
+    "corrections",
+    "evaluate",
+    "load_recipe",
+    "losses",
+    "train",
+]
 
 _HOMES = {
     "Recipe": ("config", "Recipe"),
@@ -29,7 +38,7 @@ _HOMES = {
     "load_recipe": ("config", "load_recipe"),
     "train": ("run", "train"),
 }
-_MODULES = ("corrections", "losses")
+_MODULES = ("conformance", "corrections", "losses")
 
 
 def __getattr__(name: str) -> Any:

@@ -72,6 +72,7 @@ def make_batches(
     *,
     aggregation: Aggregation,
     token_budget: int,
+    whole_trajectories: bool = False,
     pad_token_id: int = 0,
     device: str | torch.device = "cpu",
 ) -> list[Batch]:
@@ -82,7 +83,8 @@ def make_batches(
     advantage are unscored: they leave loss and counts and get no row, nor does a segment in which
     nothing was sampled. A micro-batch holds at most token_budget padded tokens, except that a row
     longer than the budget forms one of its own. The rows of a trajectory may fall into different
-    micro-batches.
+    micro-batches, except with whole_trajectories: then they stay together, in a micro-batch of
+    their own where they exceed the budget (what corrections on sequences need, at more padding).
 
     The denominator that divides each token's loss term, with n the sampled tokens of the scored
     trajectories (masked ones and those of zero-variance groups included) and n_g those of group g:
@@ -107,7 +109,7 @@ def make_batches(
     num_groups, num_sampled_tokens = len(tokens_of_group), tokens_of_group.total()
 
     batches = []
-    for part in _split(rows, trajectories, token_budget):
+    for part in _split(rows, trajectories, token_budget, whole_trajectories):
         tensors = _pad([_segment(trajectories, row) for row in part], columns, pad_token_id, device)
         shape = tensors["token_ids"].shape
         tensors["advantages"] = _of_rows([advantages[r.trajectory] for r in part], torch.float32)
@@ -198,17 +200,23 @@ def _segment(trajectories: Sequence[Trajectory], row: Row) -> Segment:
 
 
 def _split(
-    rows: Sequence[Row], trajectories: Sequence[Trajectory], token_budget: int
+    rows: Sequence[Row],
+    trajectories: Sequence[Trajectory],
+    token_budget: int,
+    whole_trajectories: bool,
 ) -> list[list[Row]]:
     """Rows of like length together, longest first, so that the first row sets the padded length
     (and a micro-batch too large for the device fails at once)."""
     length = {row: len(_segment(trajectories, row)) for row in rows}
-    parts: list[list[Row]] = []
+    units: dict[Row | int, list[Row]] = {}
     for row in sorted(rows, key=lambda row: -length[row]):
-        if parts and (len(parts[-1]) + 1) * length[parts[-1][0]] <= token_budget:
-            parts[-1].append(row)
+        units.setdefault(row.trajectory if whole_trajectories else row, []).append(row)
+    parts: list[list[Row]] = []
+    for unit in units.values():
+        if parts and (len(parts[-1]) + len(unit)) * length[parts[-1][0]] <= token_budget:
+            parts[-1] += unit
         else:
-            parts.append([row])
+            parts.append(list(unit))
     return parts
 
 

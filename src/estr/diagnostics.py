@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from .advantages import is_zero_variance
-from .corrections.base import MAX_LOG_RATIO, TokenColumns
+from .corrections.base import TokenColumns
+from .corrections.surrogates import MAX_LOG_RATIO
 from .errors import StalenessError
 from .losses import PolicyLoss
 from .metrics import Metrics

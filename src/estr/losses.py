@@ -18,16 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .corrections.base import (
-    MAX_LOG_RATIO,
-    ClippedSurrogate,
-    Correction,
-    Surrogate,
-    TokenColumns,
-    Verdict,
-    bounded_ratio,
-)
+from .corrections.base import Correction, TokenColumns, Verdict
 from .corrections.estr import Estr
+from .corrections.surrogates import MAX_LOG_RATIO, ClippedSurrogate, Surrogate, bounded_ratio
 from .options.corrections import EstrOptions
 
 
@@ -64,8 +57,8 @@ def policy_loss(
 
     The gradient reaches columns.policy_logprobs, and is exactly 0 where a token is not eligible or
     not kept. keep and weight are constants to it. If the correction brings no surrogate it is
-    ClippedSurrogate with its default bounds: on edge U under a weight (which then stands for q/mu),
-    on edge E otherwise.
+    ClippedSurrogate with its default bounds: on edge U under a weight that stands for q/mu
+    (Verdict.weight_edge), on edge E otherwise.
 
     Raises NumericsError and DataError as `TokenColumns.check` does, ValueError on a denominator
     that is not finite and above 0.
@@ -132,7 +125,7 @@ def estr_loss(
 
 
 def _default_surrogate(verdict: Verdict) -> Surrogate:
-    return ClippedSurrogate("E" if verdict.weight is None else "U")
+    return ClippedSurrogate("U" if verdict.weight_edge == "B" else "E")
 
 
 def _checked(denominators: float | Tensor, mask: Tensor) -> float | Tensor:

@@ -6,7 +6,8 @@
 One optimizer step per mini-batch of B groups. The gradient of a mini-batch is the sum over its
 micro-batches of terms over one global count, so its value does not depend on how it was cut. A
 mini-batch without a single non-zero advantage is skipped: the step counter rises, the version does
-not. The proximal pass is made only when a correction asks for it and a batch has several steps.
+not. The proximal pass is made only when a correction asks for it and a batch has several steps, or
+when its rule reads the whole step before the first gradient (WHOLE_STEP).
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ import torch
 
 from .batch import Batch, make_batches
 from .buffer import StepResult, TrainingGroup
-from .corrections import build_correction
-from .corrections.base import TokenColumns
+from .corrections import build_correction, for_step
+from .corrections.base import WHOLE_STEP, Correction, TokenColumns, concatenate
 from .diagnostics import token_diagnostics, trajectory_diagnostics
 from .errors import NumericsError
 from .heads import split_head
@@ -147,12 +148,14 @@ class Trainer:
             [g.id for g in groups for _ in g.trajectories],
             aggregation=self.recipe.loss.aggregation,
             token_budget=self.options.token_budget,
+            whole_trajectories="sequence_ids" in self.correction.needs,
             device=self.options.device,
         )
 
     def _proximal_passes(self, cut: list[list[Batch]]) -> list[list[Tensor | None]]:
         """Policy log-probs at the start of the batch, where they differ from the current ones."""
-        if len(cut) == 1 or "proximal_logprobs" not in self.correction.needs:
+        needs = self.correction.needs
+        if "proximal_logprobs" not in needs or (len(cut) == 1 and WHOLE_STEP not in needs):
             return [[None] * len(batches) for batches in cut]
         with torch.no_grad():
             return [[self._score(batch)[0].detach() for batch in batches] for batches in cut]
@@ -171,9 +174,10 @@ class Trainer:
             max_staleness=self.recipe.max_staleness,
         )
         rate = learning_rate(self.step, self.recipe.steps, self.options)
+        correction = self._correction_of_step(batches, proximal)
         loss = 0.0
         for batch, columns in zip(batches, proximal, strict=True):
-            loss += self._accumulate(batch, columns, target, metrics)
+            loss += self._accumulate(batch, columns, correction, target, metrics)
         trainable = any(a for g in groups for a in g.advantages)
         norm = self._gradient_norm() if trainable else 0.0
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -197,8 +201,20 @@ class Trainer:
         metrics.add_sum("trainer_s", time.monotonic() - clock)
         return StepResult(self.step, target, self.version, metrics)
 
+    def _correction_of_step(
+        self, batches: list[Batch], proximal: list[Tensor | None]
+    ) -> Correction:
+        scored = zip(batches, proximal, strict=True)
+        columns = [token_columns(batch, q, q) for batch, q in scored if q is not None]
+        return for_step(self.correction, concatenate(columns)) if columns else self.correction
+
     def _accumulate(
-        self, batch: Batch, proximal: Tensor | None, target: int, metrics: Metrics
+        self,
+        batch: Batch,
+        proximal: Tensor | None,
+        correction: Correction,
+        target: int,
+        metrics: Metrics,
     ) -> float:
         """Forward and backward of one micro-batch; returns its part of the loss."""
         if not bool(batch.loss_mask.any()):
@@ -208,7 +224,7 @@ class Trainer:
         denominators = batch.denominators
         if isinstance(denominators, torch.Tensor):
             denominators = denominators.expand_as(batch.loss_mask)[batch.loss_mask]
-        result = policy_loss(columns, self.correction, denominators=denominators)
+        result = policy_loss(columns, correction, denominators=denominators)
         torch.autograd.backward([result.loss])
         metrics.merge(
             token_diagnostics(columns, result, policy_entropies=entropies, target_version=target)

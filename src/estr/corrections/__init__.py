@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -21,26 +21,37 @@ from ..config import correction_options, read_options
 from ..errors import ConfigError
 from .base import (
     OPTIONAL_COLUMNS,
-    ClippedSurrogate,
+    WHOLE_STEP,
     Correction,
-    Surrogate,
+    StepCorrection,
     TokenColumns,
     Verdict,
 )
+from .decoupled import Decoupled
+from .dppo import Dppo
+from .dual_clip import DualClip
 from .estr import Estr
 from .icepop import Icepop
 from .kpop import Kpop
+from .m2po import M2po
+from .mis import Mis
 from .none import NoCorrection
+from .surrogates import ClippedSurrogate, DualClippedSurrogate, ImportanceSurrogate, Surrogate
+from .tis import Tis
 
 __all__ = [
     "CORRECTIONS",
     "ClippedSurrogate",
     "Composition",
     "Correction",
+    "DualClippedSurrogate",
+    "ImportanceSurrogate",
+    "StepCorrection",
     "Surrogate",
     "TokenColumns",
     "Verdict",
     "build_correction",
+    "for_step",
 ]
 
 CORRECTIONS: dict[str, Callable[[Any], Correction]] = {
@@ -48,6 +59,12 @@ CORRECTIONS: dict[str, Callable[[Any], Correction]] = {
     "estr": Estr,
     "icepop": Icepop,
     "kpop": Kpop,
+    "tis": Tis,
+    "mis": Mis,
+    "dppo": Dppo,
+    "m2po": M2po,
+    "dual_clip": DualClip,
+    "decoupled": Decoupled,
 }
 """The registered names; their options stand in `estr.options.corrections` under the same names."""
 
@@ -63,14 +80,25 @@ class Composition:
     def __call__(self, columns: TokenColumns) -> Verdict:
         keep = columns.loss_mask
         weight: Tensor | None = None
-        surrogate: Surrogate | None = None
-        for part in self._parts:
-            verdict = part(columns)
+        verdicts = [part(columns) for part in self._parts]
+        for verdict in verdicts:
             keep = keep & verdict.keep
             if verdict.weight is not None:
                 weight = verdict.weight if weight is None else weight * verdict.weight
-            surrogate = surrogate or verdict.surrogate
-        return Verdict(keep, weight, surrogate)
+        surrogate = next((v.surrogate for v in verdicts if v.surrogate is not None), None)
+        edge = next((v.weight_edge for v in verdicts if v.weight_edge is not None), None)
+        return Verdict(keep, weight, surrogate, edge)
+
+    def for_step(self, columns: TokenColumns) -> Composition:
+        return Composition([for_step(part, columns) for part in self._parts])
+
+
+def for_step(correction: Correction, columns: TokenColumns) -> Correction:
+    """The correction of one optimizer step whose eligible tokens are `columns`, flat [N]; itself
+    where it does not need the whole step (`StepCorrection`)."""
+    if WHOLE_STEP not in correction.needs:
+        return correction
+    return cast("StepCorrection", correction).for_step(columns)
 
 
 def build_correction(entries: Sequence[Mapping[str, Any]]) -> Correction:
@@ -80,25 +108,39 @@ def build_correction(entries: Sequence[Mapping[str, Any]]) -> Correction:
     made-up token, so that a faulty one is found before any compute is spent.
 
     Raises ConfigError on an unknown name or key, a module or class that is not there or does not
-    follow `Correction`, and on more than one surrogate. If none brings a surrogate,
-    `estr.losses.policy_loss` chooses.
+    follow `Correction`, on more than one surrogate, and where q/mu would count twice. If none
+    brings a surrogate, `estr.losses.policy_loss` chooses.
     """
     if not entries:
         raise ConfigError('no correction is given; name "none" for no correction')
     lone = len(entries) == 1
     places = ["correction" if lone else f"correction[{i}]" for i in range(len(entries))]
     parts = [_build(entry, place) for entry, place in zip(entries, places, strict=True)]
-    brought = [
-        entry["name"]
-        for entry, part in zip(entries, parts, strict=True)
-        if _trial(entry["name"], part).surrogate is not None
-    ]
+    names = [entry["name"] for entry in entries]
+    _check_together([(n, _trial(n, part)) for n, part in zip(names, parts, strict=True)])
+    return parts[0] if lone else Composition(parts)
+
+
+def _check_together(verdicts: Sequence[tuple[str, Verdict]]) -> None:
+    brought = [(name, v.surrogate) for name, v in verdicts if v.surrogate is not None]
     if len(brought) > 1:
+        both = " and ".join(name for name, _ in brought)
         raise ConfigError(
-            f"correction: {' and '.join(brought)} each bring a surrogate, but a loss has only one; "
+            f"correction: {both} each bring a surrogate, but a loss has only one; "
             "keep one of them, and beside it corrections that only mask or weigh"
         )
-    return parts[0] if lone else Composition(parts)
+    weighing = [name for name, verdict in verdicts if verdict.weight_edge == "B"]
+    if len(weighing) > 1:
+        raise ConfigError(
+            f"correction: {' and '.join(weighing)} each weigh with q/mu, which would count twice; "
+            "keep one of them"
+        )
+    if weighing and brought and brought[0][1].edge == "E":
+        raise ConfigError(
+            f"correction: {weighing[0]} weighs with q/mu and the surrogate of {brought[0][0]} "
+            "reads pi/mu, so q/mu would count twice; let the surrogate read pi/q "
+            '(edge = "U" of none and dual_clip, surrogate = "none" of estr)'
+        )
 
 
 def _build(entry: Mapping[str, Any], place: str) -> Correction:
@@ -133,11 +175,13 @@ def _import(name: str, place: str) -> Any:
 def _trial(name: str, correction: Correction) -> Verdict:
     """The correction's verdict on one token of ratio 1."""
     needs = getattr(correction, "needs", None)
-    if not (isinstance(needs, frozenset) and needs <= OPTIONAL_COLUMNS):
+    known = OPTIONAL_COLUMNS | {WHOLE_STEP}
+    if not (isinstance(needs, frozenset) and needs <= known):
         raise ConfigError(
-            f"correction {name}: needs must be a frozenset within {sorted(OPTIONAL_COLUMNS)}, "
-            f"not {needs!r}"
+            f"correction {name}: needs must be a frozenset within {sorted(known)}, not {needs!r}"
         )
+    if WHOLE_STEP in needs and not hasattr(correction, "for_step"):
+        raise ConfigError(f"correction {name} needs {WHOLE_STEP} but has no method for_step")
     value, index = torch.full((1,), -0.5), torch.zeros(1, dtype=torch.int64)
     columns = TokenColumns(
         policy_logprobs=value,

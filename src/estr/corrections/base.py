@@ -14,6 +14,7 @@ gradient of log pi, and no proximal pass is needed.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Literal, Protocol
 
@@ -22,14 +23,16 @@ from torch import Tensor
 
 from ..errors import DataError, NumericsError
 from ..options.corrections import Edge
+from .surrogates import ClippedSurrogate, Surrogate, bounded_ratio
 
 OPTIONAL_COLUMNS: frozenset[str] = frozenset(
     {"proximal_logprobs", "behavior_entropies", "behavior_gini", "versions", "sequence_ids"}
 )
 """What a correction may name in `needs`. The other columns are always there."""
 
-MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to +-this before exp, which keeps ratio * advantage finite in float32."""
+WHOLE_STEP = "whole_step"
+"""A need that is no column: the rule reads statistics of all tokens of the optimizer step; see
+`StepCorrection`."""
 
 _LEAST_ENTROPY = -1e-3
 """Rounding may leave an entropy a little below 0; anything lower is another quantity."""
@@ -114,7 +117,7 @@ class TokenColumns:
         Raises DataError for the first, NumericsError (column, count and first place) for the rest.
         """
         names = ["policy_logprobs", "behavior_logprobs", "advantages"]
-        for name in sorted(needs):
+        for name in sorted(needs - {WHOLE_STEP}):
             if name == "proximal_logprobs" and self.proximal_logprobs is None:
                 continue
             if self.require(name).is_floating_point():
@@ -140,39 +143,6 @@ def _valid(name: str, column: Tensor) -> Tensor:
     return column.isfinite()
 
 
-class Surrogate(Protocol):
-    """What is maximized on a kept token."""
-
-    @property
-    def edge(self) -> Edge:
-        """The edge whose ratio it reads."""
-        ...
-
-    def __call__(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        """(values, with gradient; bool: where a bound is active, so that the gradient is zero)."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class ClippedSurrogate:
-    """min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): PPO (Schulman et al. 2017, eq. 7), with the
-    two bounds apart as in DAPO (Yu et al. 2025)."""
-
-    edge: Edge
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-
-    def __call__(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        free = ratio * advantages
-        bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantages
-        return torch.minimum(free, bounded), bounded < free
-
-
-def bounded_ratio(log_ratio: Tensor) -> Tensor:
-    """exp(clamp(log_ratio, -MAX_LOG_RATIO, MAX_LOG_RATIO)); beyond the bounds the gradient is 0."""
-    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Verdict:
     """A correction's answer for every token of the columns it was given.
@@ -180,11 +150,14 @@ class Verdict:
     keep: bool, detached; False drops the token's term, never its place in the denominator.
     weight: detached factor of the term, or None for 1; read only where the token is kept.
     surrogate: what is maximized, or None to leave the choice to another correction of the list.
+    weight_edge: "B" where the weight stands for q/mu, so that the surrogate must read U; None where
+    it is another factor.
     """
 
     keep: Tensor
     weight: Tensor | None = None
     surrogate: Surrogate | None = None
+    weight_edge: Literal["B"] | None = None
 
 
 def region_verdict(
@@ -198,7 +171,8 @@ def region_verdict(
     keep = inside & columns.loss_mask
     if edge == "E":
         return Verdict(keep, surrogate=ClippedSurrogate("E", *clip))
-    return Verdict(keep, bounded_ratio(columns.log_ratio("B")), ClippedSurrogate("U", *clip))
+    weight = bounded_ratio(columns.log_ratio("B"))
+    return Verdict(keep, weight, ClippedSurrogate("U", *clip), weight_edge="B")
 
 
 class Correction(Protocol):
@@ -206,7 +180,8 @@ class Correction(Protocol):
 
     `needs` names the optional columns that it reads (OPTIONAL_COLUMNS). They are then present and
     free of NaN on eligible tokens, except that proximal_logprobs may be None with one optimizer
-    step per batch; `TokenColumns.log_ratio` handles that.
+    step per batch; `TokenColumns.log_ratio` handles that. With sequence_ids in it, all tokens of a
+    trajectory are in one micro-batch. WHOLE_STEP in it asks for more: see `StepCorrection`.
     """
 
     @property
@@ -215,3 +190,27 @@ class Correction(Protocol):
     def __call__(self, columns: TokenColumns) -> Verdict:
         """Judge every token; called again at every gradient step, with the current policy."""
         ...
+
+
+class StepCorrection(Correction, Protocol):
+    """A correction with WHOLE_STEP in `needs`: its rule reads all tokens of the optimizer step,
+    however the step is cut into micro-batches.
+
+    The trainer makes a pass without gradient over the whole step first (one more forward pass, also
+    with one optimizer step per batch), hands all its columns to `for_step`, and judges every
+    micro-batch by the answer. Called without that, it takes the columns it is given for the whole
+    step.
+    """
+
+    def for_step(self, columns: TokenColumns) -> Correction:
+        """The correction of one optimizer step, whose eligible tokens are `columns`, flat [N];
+        policy_logprobs is log q there and carries no gradient."""
+        ...
+
+
+def concatenate(parts: Sequence[TokenColumns]) -> TokenColumns:
+    """The flat columns of several micro-batches as one; a column that one lacks is left out."""
+    columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(TokenColumns)}
+    return TokenColumns(
+        **{n: torch.cat(c) for n, c in columns.items() if all(v is not None for v in c)}
+    )

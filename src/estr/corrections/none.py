@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from ..options.corrections import NoneOptions
-from .base import ClippedSurrogate, TokenColumns, Verdict
+from .base import TokenColumns, Verdict
+from .surrogates import ClippedSurrogate
 
 
 class NoCorrection:

@@ -1,0 +1,35 @@
+"""`mis`: a masked importance weight."""
+
+from __future__ import annotations
+
+import math
+
+from ..options.corrections import MisOptions
+from .base import TokenColumns, Verdict
+from .sequences import level_log_ratio
+from .surrogates import bounded_ratio
+
+
+class Mis:
+    """Weigh with q/mu where low <= q/mu <= high, drop the rest (Liu et al. 2025, "When speed kills
+    stability: demystifying RL collapse from the training-inference mismatch").
+
+    level "token" is the mask and weight of `icepop` on edge B. "sequence": the product of the
+    trajectory's ratios, which decides over the trajectory as a whole and is its weight;
+    "geometric": their geometric mean. Brings no surrogate; the default is then the clipped one on
+    pi/q.
+    """
+
+    Options = MisOptions
+
+    def __init__(self, options: MisOptions) -> None:
+        columns = {"proximal_logprobs"}
+        self.needs = frozenset(columns if options.level == "token" else columns | {"sequence_ids"})
+        self._level = options.level
+        self._low = math.log(options.low) if options.low > 0 else -math.inf
+        self._high = math.log(options.high)
+
+    def __call__(self, columns: TokenColumns) -> Verdict:
+        log_ratio = level_log_ratio(columns, "B", self._level)
+        inside = (log_ratio >= self._low) & (log_ratio <= self._high)
+        return Verdict(inside & columns.loss_mask, bounded_ratio(log_ratio), weight_edge="B")
