@@ -21,9 +21,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "corrections",
         "losses",
         "batch",
-        "ledger",
         "metrics",
         "diagnostics",
+        "ledger",
     ),
     ("environment", "chat", "grading", "weights", "engine", "worker", "heads", "models"),
     (
@@ -64,9 +64,10 @@ EXPORTS: dict[str, str] = {
     "estr.diagnostics": "token_diagnostics trajectory_diagnostics",
     "estr.engine": "Engine Request ScriptedEngine",
     "estr.environment": "Action Environment Reply ScriptedEnvironment Task",
+    "estr.ledger": "LedgerWriter find_parts missing_parts open_ledger parts_up_to supersede_after",
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
-    "estr.types": "COLUMNS RolloutId SamplingSettings Segment Trajectory Turn",
+    "estr.types": "COLUMNS RolloutId Consumption SamplingSettings Segment Trajectory Turn",
     "estr.weights": "FileWeightStore MemoryWeightStore WeightStore",
 }
 """Names that other programs may rely on."""

@@ -69,6 +69,8 @@ class Recipe:
     """Switch weights under running requests; false: requests finish under the old ones first."""
     kv: typing.Literal["recompute", "keep"] = "recompute"
     """What becomes of running requests' key-value caches at a switch."""
+    ledger: bool = True
+    """Record every trained token in ledger/; docs/ledger.md."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)

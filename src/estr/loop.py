@@ -41,6 +41,7 @@ from .weights import WeightStore
 if TYPE_CHECKING:
     from .checkpoint import Checkpoints
     from .evaluation import EvalResult
+    from .ledger import LedgerWriter
     from .metrics import MetricsWriter
     from .trainer import StepResult
     from .trainer_process import TrainerClient
@@ -72,6 +73,7 @@ class Loop:
         writer: MetricsWriter,
         evaluator: EvaluatorClient | None = None,
         checkpoints: Checkpoints | None = None,
+        ledger: LedgerWriter | None = None,
         model_best: Path | None = None,
         watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
         gauges: Callable[[], dict[str, float]] = dict,
@@ -86,6 +88,7 @@ class Loop:
         self.writer = writer
         self.evaluator = evaluator
         self.checkpoints = checkpoints
+        self.ledger = ledger
         self.model_best = model_best
         self.watchers = watchers
         self.gauges = gauges
@@ -136,6 +139,8 @@ class Loop:
             raise _first(failures) from failures
         finally:
             self._account_time()
+            if self.ledger is not None:
+                await self.ledger.close()
         self.totals.add_sum("leftover_groups", len(self.groups))
         self.buffer.leftover()
         if self.stopping:
@@ -242,6 +247,7 @@ class Loop:
             self.version = results[-1].version
             for groups, result in zip(batch, results, strict=True):
                 self._record(groups, result)
+                await self._enter(groups, result)
             self._published.set()
             self._woken.set()
             self._evaluate_if_due(len(results))
@@ -279,6 +285,17 @@ class Loop:
         shown = groups[0].trajectories[0]
         ids = [int(t) for s in shown.segments for t in s.token_ids]
         self.reporter.rolled_out(shown, self.setting.codec.decode(ids))
+
+    async def _enter(self, groups: list[TrainingGroup], result: StepResult) -> None:
+        """The step into the ledger; written beside what follows."""
+        if self.ledger is not None:
+            await self.ledger.write(
+                [t for g in groups for t in g.trajectories],
+                result.consumptions,
+                step=result.step,
+                target_version=result.target_version,
+                version=result.version,
+            )
 
     async def _bring_versions(self) -> None:
         """Give the engine the newest published version, again and again."""
@@ -334,7 +351,10 @@ class Loop:
         """Save the whole state now, between two optimizer steps."""
         if self.checkpoints is None or (self._saved_step == self.step and self.step > 0):
             return
-        await self.checkpoints.write(self.step, self.state(), self.trainer.save)
+        state = self.state()
+        if self.ledger is not None:
+            state["ledger_parts"] = await self.ledger.sync(self.step)
+        await self.checkpoints.write(self.step, state, self.trainer.save)
         self._saved_at, self._saved_step = time.monotonic(), self.step
 
     def state(self) -> dict[str, Any]:

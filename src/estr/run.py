@@ -19,6 +19,8 @@ from .config import Recipe
 from .engines.process import EngineProcess
 from .errors import EstrError, Interrupted
 from .evaluator_process import EvaluatorProcess
+from .ledger import LedgerWriter, missing_parts
+from .ledger import supersede_after as supersede_ledger_after
 from .loop import Loop
 from .metrics import MetricsWriter, supersede_after
 from .models import resolve_model
@@ -118,6 +120,7 @@ async def _train(recipe: Recipe, reporter: Reporter, runs: Path, resume: Path | 
                         writer=writer,
                         evaluator=processes.evaluator,
                         checkpoints=Checkpoints(folder.checkpoints, recipe.checkpoint.keep),
+                        ledger=_ledger(recipe, folder),
                         model_best=folder.model_best,
                         watchers=processes.watchers(recipe),
                         gauges=processes.gauges,
@@ -133,6 +136,14 @@ async def _train(recipe: Recipe, reporter: Reporter, runs: Path, resume: Path | 
             shutil.rmtree(store.folder, ignore_errors=True)
 
 
+def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
+    """What writes the run's ledger; None where the recipe wants none."""
+    if not recipe.ledger:
+        return None
+    loss = recipe.loss
+    return LedgerWriter(folder.path, correction=recipe.correction, aggregation=loss.aggregation)
+
+
 def _saved(folder: RunFolder, recipe: Recipe, reporter: Reporter) -> tuple[Path, dict[str, Any]]:
     """The checkpoint to go on from, with its state. What comes after it is set aside, a changed
     recipe is told and written down."""
@@ -140,9 +151,10 @@ def _saved(folder: RunFolder, recipe: Recipe, reporter: Reporter) -> tuple[Path,
     if changed:
         reporter.message(f"goes on with a changed recipe: {'; '.join(changed)}")
     path, state, torn = Checkpoints(folder.checkpoints).newest()
-    for line in torn:
+    for line in [*torn, *missing_parts(folder.path, state.get("ledger_parts", []))]:
         reporter.message(line)
     supersede_after(folder.path, state["step"])
+    supersede_ledger_after(folder.path, state["step"])
     return path, state
 
 

@@ -5,6 +5,7 @@ runs/NAME/
     summary.json       what came of it (written at the end)
     metrics.jsonl      one line per optimizer step, one per evaluation
     tensorboard/       the same for TensorBoard
+    ledger/            every trained token; see estr.ledger
     checkpoints/       see estr.checkpoint
     model/best, last   Hugging Face folders
     log.txt            output of the spawned processes, warnings

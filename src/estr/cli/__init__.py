@@ -21,11 +21,12 @@ from ..errors import ConfigError, EstrError, Interrupted
 from .bench import bench
 from .check import check
 from .evaluate import evaluate
+from .ledger import ledger
 from .sample import sample
 from .train import train
 from .warmstart import warmstart
 
-COMMANDS: tuple[click.Command, ...] = (train, evaluate, sample, check, bench, warmstart)
+COMMANDS: tuple[click.Command, ...] = (train, evaluate, sample, ledger, check, bench, warmstart)
 
 
 class _Commands(click.Group):

@@ -13,6 +13,7 @@ BENCHMARKS = {
     "trainer": "estr.bench.trainer",
     "async": "estr.bench.async_loop",
     "recording": "estr.bench.recording",
+    "ledger": "estr.bench.ledger",
 }
 """What `estr bench` knows: name -> the module with run(quick) -> dict."""
 
@@ -24,8 +25,8 @@ BENCHMARKS = {
 def bench(name: str, quick: bool, as_json: bool) -> None:
     """Measure the speed of one part.
 
-    NAME is engine, trainer, async or recording. Figures are of this machine and are printed only;
-    redirect the output of --json to keep them.
+    NAME is engine, trainer, async, recording or ledger. Figures are of this machine and are printed
+    only; redirect the output of --json to keep them.
 
     \b
     Example:
