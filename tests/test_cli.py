@@ -391,7 +391,9 @@ def test_ledger_names_a_torn_step_and_a_wrong_query(recorded: Path) -> None:
     result = run("ledger", "small", "select count(*) from settings", "--runs", recorded)
     assert "2\n1 rows" in result.output
     assert "step 2" in result.stderr
-    assert "Parser Error" in error_of(run("ledger", "small", "selekt 1", "--runs", recorded))
+    wrong = run("ledger", "small", "selekt 1", "--runs", recorded)
+    assert wrong.exit_code == 1
+    assert "\nerror: the query failed: Parser Error" in wrong.stderr
     assert "neither" in error_of(run("ledger", "nowhere", "--runs", recorded))
 
 

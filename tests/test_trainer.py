@@ -83,7 +83,7 @@ def test_a_step_hands_back_what_it_made_of_each_token() -> None:
 
 
 def test_rejected_tokens_come_back_as_such() -> None:
-    own = trainer(correction={"name": "estr", "tau": 1e-4})
+    own = trainer(correction={"name": "estr", "tau": 0.1})
     groups = draw_groups(own.model)
     own.train([groups])
     (result,) = own.train([groups])

@@ -12,24 +12,32 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DataError
-from .schema import SCHEMA_VERSION, SCHEMAS, StepRecord, tokens_table, trajectories_table
+from .schema import SCHEMA_VERSION, SCHEMAS, TOKENS, StepRecord, tokens_table, trajectories_table
 
 _VERSION_KEY = b"estr.schema_version"
 
-# Chosen by measurement, against dictionaries: log-probs, entropies and token ids are noise in
-# their low bytes, so bytes of one rank stand together; the other numbers repeat or rise by one.
-_ENCODINGS = {
-    **{f.name: "BYTE_STREAM_SPLIT" for f in SCHEMAS["tokens"] if pa.types.is_floating(f.type)},
-    **{f.name: "DELTA_BINARY_PACKED" for f in SCHEMAS["tokens"] if pa.types.is_integer(f.type)},
-    "token_ids": "BYTE_STREAM_SPLIT",
+# Chosen by measurement. Log-probs, entropies and token ids are noise in their low bytes, so bytes
+# of one rank stand together; the other numbers repeat or rise by one. The few rows of trajectories
+# have many columns, most of them constant: a zstd context for each costs more than it saves.
+_FORMATS: dict[str, dict[str, Any]] = {
+    "tokens": {
+        "compression": "zstd",
+        "use_dictionary": False,
+        "column_encoding": {
+            **{f.name: "BYTE_STREAM_SPLIT" for f in TOKENS if pa.types.is_floating(f.type)},
+            **{f.name: "DELTA_BINARY_PACKED" for f in TOKENS if pa.types.is_integer(f.type)},
+            "token_ids": "BYTE_STREAM_SPLIT",
+        },
+    },
+    "trajectories": {"compression": "none"},
 }
 
 
@@ -44,14 +52,24 @@ def write_step(run_folder: Path, record: StepRecord) -> list[Path]:
     Raises DataError where the step is in the ledger already, or a part cannot be written.
     """
     tables = {"tokens": tokens_table(record), "trajectories": trajectories_table(record)}
-    paths = [part_path(run_folder, name, record.step) for name in tables]
-    for path, table in zip(paths, tables.values(), strict=True):
+    return write_tables(run_folder, record.step, tables)
+
+
+def write_tables(run_folder: Path, step: int, tables: Mapping[str, pa.Table]) -> list[Path]:
+    """Write tables of SCHEMAS as the parts of a step, in this order; as `write_step`."""
+    paths = [part_path(run_folder, name, step) for name in tables]
+    for path, (name, table) in zip(paths, tables.items(), strict=True):
         if path.exists():
             raise DataError(f"{path} exists: a step is written to the ledger once")
         aside = path.with_name(f"{path.name}.writing")
         try:
             aside.parent.mkdir(parents=True, exist_ok=True)
-            _write(table, aside)
+            pq.write_table(
+                table.replace_schema_metadata({_VERSION_KEY: str(SCHEMA_VERSION)}),
+                aside,
+                write_statistics=["step"],
+                **_FORMATS[name],
+            )
             aside.rename(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -61,17 +79,6 @@ def write_step(run_folder: Path, record: StepRecord) -> list[Path]:
                 "with ledger = false"
             ) from error
     return paths
-
-
-def _write(table: pa.Table, path: Path) -> None:
-    pq.write_table(
-        table.replace_schema_metadata({_VERSION_KEY: str(SCHEMA_VERSION)}),
-        path,
-        compression="zstd",
-        use_dictionary=False,
-        column_encoding=_ENCODINGS if "position" in table.column_names else None,
-        write_statistics=["step"],
-    )
 
 
 def sync(paths: Iterable[Path]) -> None:
