@@ -24,7 +24,7 @@ from estr.ledger import (
 )
 from estr.ledger import writer as writer_module
 from estr.ledger.parts import part_path, write_step
-from estr.ledger.schema import SCHEMA_VERSION, SCHEMAS, TOKENS, tokens_table
+from estr.ledger.schema import SCHEMA_VERSION, SCHEMAS, TOKENS, StepRecord, tokens_table
 from estr.types import COLUMNS, Consumption, RolloutId, Segment
 from ledger_cases import (
     PROMPT,
@@ -294,49 +294,68 @@ async def test_the_writer_gives_a_checkpoint_its_parts(tmp_path: Path) -> None:
     assert '"tau": 0.5' in settings.rows[0][2]
 
 
-async def test_one_step_is_written_at_a_time_and_the_loop_goes_on(
+async def test_small_steps_wait_for_each_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The event loop is free while a step is written; the next step waits for it."""
-    may_go_on, started = threading.Event(), threading.Event()
-
-    def slow(folder: Path, one: object) -> list[Path]:
-        started.set()
-        assert may_go_on.wait(30)
-        return write_step(folder, one)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(writer_module, "write_step", slow)
+    monkeypatch.setattr(writer_module, "BURST_TOKENS", 2 * random_record_tokens())
     own = writer(tmp_path)
     await put(own, 1)
-    await asyncio.to_thread(started.wait, 30)
+    assert not (tmp_path / "ledger").exists()
+    await own.close()
+    assert find_parts(tmp_path).steps == [1]
+
+
+def random_record_tokens() -> int:
+    """The most that a step of `random_record` may hold, which is more than step 1 does."""
+    return 2 * 4 * (2 + 8)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Every step is a burst of its own, and none is written before the gate is opened."""
+    opened = threading.Event()
+
+    def slow(folder: Path, one: StepRecord) -> list[Path]:
+        assert opened.wait(30)
+        return write_step(folder, one)
+
+    monkeypatch.setattr(writer_module, "BURST_TOKENS", 1)
+    monkeypatch.setattr(writer_module, "write_step", slow)
+    return opened
+
+
+async def test_one_burst_is_written_at_a_time_and_the_loop_goes_on(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    """The event loop is free while a burst is written; the next one waits for it."""
+    own = writer(tmp_path)
+    await put(own, 1)
     second = asyncio.create_task(put(own, 2))
     await asyncio.sleep(0.02)
     assert not second.done()
-    may_go_on.set()
+    gate.set()
     await second
     await own.close()
     assert find_parts(tmp_path).steps == [1, 2]
 
 
-async def test_what_went_wrong_in_the_thread_is_raised_once(tmp_path: Path) -> None:
+async def test_what_went_wrong_in_the_thread_is_raised_once(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    gate.set()
     (tmp_path / "ledger").write_text("a file where a folder should be")
     own = writer(tmp_path)
     await put(own, 1)
     with pytest.raises(DataError, match=r"cannot write .*00000001.*ledger = false"):
         await put(own, 2)
+    (tmp_path / "ledger").unlink()
     await own.close()
+    assert find_parts(tmp_path).steps == [2]
 
 
-async def test_a_cancelled_run_still_completes_its_part(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+async def test_a_cancelled_run_still_completes_its_parts(
+    tmp_path: Path, gate: threading.Event
 ) -> None:
-    may_go_on = threading.Event()
-
-    def slow(folder: Path, one: object) -> list[Path]:
-        assert may_go_on.wait(30)
-        return write_step(folder, one)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(writer_module, "write_step", slow)
     own = writer(tmp_path)
     await put(own, 1)
     second = asyncio.create_task(put(own, 2))
@@ -344,9 +363,9 @@ async def test_a_cancelled_run_still_completes_its_part(
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
-    may_go_on.set()
+    gate.set()
     await own.close()
-    assert find_parts(tmp_path).steps == [1]
+    assert find_parts(tmp_path).steps == [1, 2]
 
 
 def test_a_full_disk_leaves_nothing_half_written(

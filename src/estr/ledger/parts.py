@@ -68,6 +68,7 @@ def write_tables(run_folder: Path, step: int, tables: Mapping[str, pa.Table]) ->
                 table.replace_schema_metadata({_VERSION_KEY: str(SCHEMA_VERSION)}),
                 aside,
                 write_statistics=["step"],
+                store_schema=False,
                 **_FORMATS[name],
             )
             aside.rename(path)
