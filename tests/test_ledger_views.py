@@ -33,7 +33,7 @@ def test_what_follows_from_a_token_by_hand(tmp_path: Path) -> None:
     (row,) = open_ledger(tmp_path).query(f"select {names} from loss_terms").rows
     assert row[0] == 3
     assert row[1:5] == pytest.approx((0.5, 1.0, math.exp(0.5), 1.0), abs=1e-6)
-    assert row[5] == "0.1 to 0.5"
+    assert row[5] == pytest.approx(0.1), "the lower border of its bin"
     assert row[6:] == pytest.approx((-2.4, 0.0), abs=1e-6)
 
 
@@ -238,12 +238,11 @@ def test_query_suspicious_tokens(ledger: Ledger) -> None:
 
 def test_query_mask_rate(ledger: Ledger) -> None:
     rows = {(r["entropy_bin"], r["lag"]): r for r in ask(ledger, "mask-rate")}
-    assert rows["below 0.01", 1]["rho_mask"] == 1.0
-    assert rows["below 0.01", 0]["rho_mask"] == 0.0
-    assert rows["1 to 2", 1]["tokens"] == 3
+    assert rows[0, 1]["rho_mask"] == 1.0
+    assert rows[0, 0]["rho_mask"] == 0.0
+    assert rows[1, 1]["tokens"] == 3
     assert sum(r["tokens"] for r in rows.values()) == 8
-    in_order = [(name, lag) for name in ("below 0.01", "1 to 2", "from 2") for lag in range(3)]
-    assert list(rows) == [key for key in in_order if key in rows]
+    assert list(rows) == sorted(rows)
 
 
 def test_query_sign_cells(ledger: Ledger) -> None:
@@ -256,10 +255,14 @@ def test_query_sign_cells(ledger: Ledger) -> None:
 
 def test_query_noise_by_entropy(ledger: Ledger) -> None:
     rows = ask(ledger, "noise-by-entropy")
-    assert sum(r["tokens"] for r in rows) == 8
-    assert rows[0]["entropy"] == pytest.approx(0.005)
-    assert max(r["second_moment"] for r in rows) == pytest.approx(1.0)
-    assert max(r["against_entropy"] for r in rows) == pytest.approx(1 / 0.015, rel=1e-4)
+    assert [(r["above"], r["up_to"], r["tokens"]) for r in rows] == [
+        (1 / 128, 1 / 64, 2),
+        (1.0, 2.0, 5),
+        (2.0, 4.0, 1),
+    ]
+    assert rows[0]["second_moment"] == pytest.approx(0.5)
+    assert rows[0]["against_entropy"] == pytest.approx(0.5 / 0.015, rel=1e-4)
+    assert rows[2]["rho_mask"] == 0.0
 
 
 def test_query_length_bias(ledger: Ledger) -> None:
@@ -281,9 +284,10 @@ def test_query_staleness(ledger: Ledger) -> None:
 
 def test_query_mismatch_at_lag_0(ledger: Ledger) -> None:
     rows = {r["entropy_bin"]: r for r in ask(ledger, "mismatch-at-lag-0")}
-    assert rows["below 0.01"]["tokens"] == 1
-    assert rows["from 2"]["max_abs_log_ratio"] == pytest.approx(0.2, rel=1e-5)
-    assert rows["1 to 2"]["mean_log_ratio"] == pytest.approx(0.0)
+    assert rows[0]["tokens"] == 1
+    assert rows[2]["max_abs_log_ratio"] == pytest.approx(0.2, rel=1e-5)
+    assert (rows[1]["mean_log_ratio"], rows[1]["share_above_1e_4"]) == (0.0, 0.0)
+    assert rows[2]["share_above_1e_2"] == 1.0
 
 
 def test_query_after_a_switch(ledger: Ledger) -> None:

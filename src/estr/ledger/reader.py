@@ -112,18 +112,12 @@ def _escaped(path: Path) -> str:
 
 def _macros() -> str:
     """What the views need that the code defines: bounds and bins, in one place."""
-    names = [
-        f"below {ENTROPY_EDGES[0]:g}",
-        *(f"{low:g} to {high:g}" for low, high in pairwise(ENTROPY_EDGES)),
-        f"from {ENTROPY_EDGES[-1]:g}",
-    ]
     cases = " ".join(
-        f"when entropy < {edge}::float then '{name}'"
-        for edge, name in zip(ENTROPY_EDGES, names, strict=False)
+        f"when entropy < {high}::float then {low}" for low, high in pairwise((0.0, *ENTROPY_EDGES))
     )
     bound = MAX_LOG_RATIO
     return (
-        f"create macro entropy_bin(entropy) as case {cases} else '{names[-1]}' end;"
+        f"create macro entropy_bin(entropy) as (case {cases} else {ENTROPY_EDGES[-1]} end)::float;"
         f"create macro bounded_ratio(log_ratio) as "
         f"exp(greatest(least(log_ratio, {bound}::float), -{bound}::float));"
         f"create macro is_in_bounds(log_ratio) as abs(log_ratio) <= {bound};"

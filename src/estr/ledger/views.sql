@@ -32,10 +32,15 @@ join settings using (step);
 -- What each of them adds to the loss of its step, and the factor of its log-prob's gradient in it.
 -- NULL where the step's correction cannot be followed in SQL (`estr replay` can).
 create view loss_terms as
-with counted as (
-    select step, group_id, count(*) as tokens_of_group
-    from tokens join trajectories using (step, trajectory)
-    where kept is not null
+with of_trajectories as (
+    select step, trajectory, count(kept) as num_trained_tokens
+    from tokens
+    group by step, trajectory
+),
+counted as (
+    select step, group_id, sum(num_trained_tokens) as tokens_of_group
+    from of_trajectories join trajectories using (step, trajectory)
+    where num_trained_tokens > 0
     group by step, group_id
 ),
 denominators as (

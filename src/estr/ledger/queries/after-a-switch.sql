@@ -1,12 +1,15 @@
 -- Is the record worse behind a switch of the weights? Trajectories that span one, by how many
--- tokens lie between a token and the last change of version before it.
+-- tokens lie between a token and the last change of version before it. At most 5,000 of them,
+-- drawn at random.
 with switched as (
     select
         *,
         lag(versions) over (partition by step, trajectory order by position) as version_before
     from trained_tokens
-    join (select step, trajectory from trajectory_facts where intra > 0)
-        using (step, trajectory)
+    join (
+        select step, trajectory from trajectory_facts where intra > 0
+        using sample 5000 rows (reservoir, 0)
+    ) using (step, trajectory)
 ),
 placed as (
     select

@@ -1,4 +1,4 @@
--- Share of rejected tokens (rho_mask) by entropy bin and lag.
+-- Share of rejected tokens (rho_mask) by entropy bin (its lower border, nats) and lag.
 select
     entropy_bin, lag,
     count(*) as tokens,
@@ -6,4 +6,4 @@ select
     avg(abs(log_ratio)) as mean_abs_log_ratio
 from trained_tokens
 group by entropy_bin, lag
-order by min(min(behavior_entropies)) over (partition by entropy_bin), lag
+order by entropy_bin, lag

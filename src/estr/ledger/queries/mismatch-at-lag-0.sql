@@ -5,9 +5,9 @@ select
     count(*) as tokens,
     avg(log_ratio) as mean_log_ratio,
     max(abs(log_ratio)) as max_abs_log_ratio,
-    approx_quantile(abs(log_ratio), 0.5) as p50_abs_log_ratio,
-    approx_quantile(abs(log_ratio), 0.99) as p99_abs_log_ratio
+    avg((abs(log_ratio) > 1e-4)::int) as share_above_1e_4,
+    avg((abs(log_ratio) > 1e-2)::int) as share_above_1e_2
 from trained_tokens
 where lag = 0
 group by entropy_bin
-order by min(behavior_entropies)
+order by entropy_bin

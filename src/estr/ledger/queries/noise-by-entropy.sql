@@ -1,17 +1,16 @@
--- E[log_ratio^2] by entropy, in 20 equal parts, beside what a trust region of tau = 1 allows.
-with parts as (
-    select
-        ntile(20) over (order by behavior_entropies) as part,
-        behavior_entropies, log_ratio, kept
-    from (from trained_tokens using sample 1000000 rows (reservoir, 0))
-)
+-- E[log_ratio^2] by entropy + 0.01, in bins a factor of 2 wide. A trust region that scales with the
+-- entropy supposes that second_moment / (entropy + 0.01) is the same in all of them.
 select
-    part,
+    pow(2, bin) as above,
+    pow(2, bin + 1) as up_to,
     count(*) as tokens,
     avg(behavior_entropies) as entropy,
     avg(log_ratio * log_ratio) as second_moment,
     avg(log_ratio * log_ratio) / (avg(behavior_entropies) + 0.01) as against_entropy,
     avg((not kept)::int) as rho_mask
-from parts
-group by part
-order by part
+from (
+    select *, floor(log2(greatest(behavior_entropies, 0) + 0.01)) as bin
+    from trained_tokens
+)
+group by bin
+order by bin
