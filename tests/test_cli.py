@@ -26,11 +26,14 @@ from estr.environment import Reply, ScriptedEnvironment
 from estr.environments.calculator import CalculatorOptions, CalculatorTask
 from estr.errors import ConfigError, EngineError, EstrError, Interrupted
 from estr.evaluation import evaluate_model
+from estr.ledger import shipped_queries
+from estr.ledger.parts import part_path
 from estr.models import load_model, save_model
 from estr.run_folder import RunFolder
 from estr.subject import stamp_version
+from ledger_cases import write_random_ledger
 
-COMMANDS = ["train", "eval", "sample", "check", "runs", "bench", "warmstart"]
+COMMANDS = ["train", "eval", "sample", "ledger", "check", "runs", "bench", "warmstart"]
 
 
 def run(*arguments: object) -> Result:
@@ -375,6 +378,51 @@ def test_sample_shows_before_and_after(runs: Path) -> None:
 def test_sample_of_a_model_has_no_before(model: Path) -> None:
     assert "wrote | " in run("sample", model, "-n", 1).output
     assert "no --before" in error_of(run("sample", model, "--before"))
+
+
+# -- ledger -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def recorded(runs: Path) -> Path:
+    """The run "small" with a ledger of three steps."""
+    write_random_ledger(runs / "small", steps=3)
+    return runs
+
+
+def test_ledger_lists_what_can_be_asked(recorded: Path) -> None:
+    output = run("ledger", "small", "--runs", recorded).output
+    for name in ("trained_tokens", "loss_terms", "behavior_entropies", "suspicious-tokens"):
+        assert name in output
+
+
+def test_ledger_prints_a_table_or_json(recorded: Path) -> None:
+    sql = "select step, 'a\x1b[1mb' as text, null as none, 1.5 / step as share from settings"
+    table = run("ledger", "small", f"{sql} order by step", "--runs", recorded, "--rows", 2).output
+    lines = table.splitlines()
+    assert lines[0].split() == ["step", "text", "none", "share"]
+    assert lines[1].split() == ["1", r"a\x1b[1mb", "-", "1.5"]
+    assert lines[-1] == "2 rows (1 more; see --rows)"
+    found = run("ledger", "small", f"{sql} order by step", "--runs", recorded, "--json").output
+    first = json.loads(found.splitlines()[0])
+    assert first == {"step": 1, "text": "a\x1b[1mb", "none": None, "share": 1.5}
+
+
+@pytest.mark.parametrize("name", shipped_queries())
+def test_ledger_answers_every_shipped_query(name: str, recorded: Path) -> None:
+    result = run("ledger", "small", name, "--runs", recorded)
+    assert result.exit_code == 0, result.output
+
+
+def test_ledger_names_a_torn_step_and_a_wrong_query(recorded: Path) -> None:
+    part_path(recorded / "small", "tokens", 2).write_bytes(b"PAR1")
+    result = run("ledger", "small", "select count(*) from settings", "--runs", recorded)
+    assert "2\n1 rows" in result.output
+    assert "step 2" in result.stderr
+    wrong = run("ledger", "small", "selekt 1", "--runs", recorded)
+    assert wrong.exit_code == 1
+    assert "\nerror: the query failed: Parser Error" in wrong.stderr
+    assert "neither" in error_of(run("ledger", "nowhere", "--runs", recorded))
 
 
 # -- bench --------------------------------------------------------------------------------------

@@ -22,10 +22,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "losses",
         "conformance",
         "batch",
-        "ledger",
         "metrics",
         "diagnostics",
         "scores",
+        "ledger",
     ),
     (
         "environment",
@@ -86,9 +86,10 @@ EXPORTS: dict[str, str] = {
     "estr.diagnostics": "token_diagnostics trajectory_diagnostics",
     "estr.engine": "Engine Request ScriptedEngine",
     "estr.environment": "Action Environment Reply ScriptedEnvironment Task",
+    "estr.ledger": "LedgerWriter find_parts missing_parts open_ledger parts_up_to supersede_after",
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
-    "estr.types": "COLUMNS RolloutId SamplingSettings Segment Trajectory Turn",
+    "estr.types": "COLUMNS RolloutId Consumption SamplingSettings Segment Trajectory Turn",
     "estr.weights": "FileWeightStore MemoryWeightStore WeightStore",
 }
 """Names that other programs may rely on."""

@@ -11,6 +11,7 @@ import estr
 from estr.checkpoint import Checkpoints
 from estr.config import load_recipe
 from estr.errors import CheckpointError, DataError
+from estr.ledger import find_parts, open_ledger, parts_up_to
 from estr.metrics import read_metrics
 from estr.models import load_model, load_tokenizer, resolve_model, save_model
 from estr.run import train
@@ -75,6 +76,27 @@ def test_the_summary_has_every_field_and_they_agree_with_the_metrics(finished: P
         assert field in summary
 
 
+def test_the_ledger_says_what_the_metrics_say(finished: Path) -> None:
+    """Every trained token, its loss and its verdict, step by step; a checkpoint lists the parts."""
+    records = [r for r in read_metrics(finished / "metrics.jsonl").records if "loss" in r]
+    ledger = open_ledger(finished)
+    assert ledger.torn == []
+    rows = ledger.query(
+        "select step, count(*), sum(loss_term), avg((not kept)::int), max(lag), "
+        "avg(log_ratio * log_ratio) from loss_terms group by step order by step"
+    ).rows
+    assert [row[0] for row in rows] == [r["step"] for r in records]
+    assert [row[1] for row in rows] == [r["eligible_tokens"] for r in records]
+    assert [row[2] for row in rows] == pytest.approx([r["loss"] for r in records], abs=1e-6)
+    assert [row[3] for row in rows] == pytest.approx([r["rho_mask"] for r in records])
+    assert [row[4] for row in rows] == [r["lag_max"] for r in records]
+    again = "select group_id from trajectories group by 1 having count(distinct step) > 1"
+    assert ledger.query(again).rows == []
+    _, state, _ = Checkpoints(finished / "checkpoints").newest()
+    assert state["ledger_parts"] == parts_up_to(finished, 8)
+    assert len(state["ledger_parts"]) == 16
+
+
 def test_weights_move_and_memory_is_given_back(finished: Path) -> None:
     start = load_model(resolve_model("builtin")).state_dict()
     last = load_model(finished / "model" / "last").state_dict()
@@ -100,14 +122,18 @@ def test_a_run_goes_on_from_its_checkpoint(finished: Path, tmp_path: Path) -> No
     assert summary.steps == 10
     assert after[: len(before)] == before
     assert [r["step"] for r in after if "loss" in r] == list(range(1, 11))
+    assert find_parts(finished).steps == list(range(1, 11))
     assert summary.trained_tokens == sum(r["eligible_tokens"] for r in after if "loss" in r)
 
 
 def test_synchronous_runs_have_no_staleness(tmp_path: Path) -> None:
     summary = train(
-        load_recipe(overrides=[*SMALL, "steps=3", "eval.every=0", "max_staleness=0"]),
+        load_recipe(
+            overrides=[*SMALL, "steps=3", "eval.every=0", "max_staleness=0", "ledger=false"]
+        ),
         runs=tmp_path,
     )
+    assert not list(tmp_path.glob("*/ledger"))
     assert (summary.intra_max, summary.inter_max) == (0, 0)
     assert summary.rho_mask == 0.0, "on-policy tokens are never masked"
 

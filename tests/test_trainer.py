@@ -57,6 +57,64 @@ def test_micro_batches_change_nothing(aggregation: str) -> None:
         torch.testing.assert_close(value, cut.master_state()[name], atol=1e-6, rtol=0)
 
 
+def test_a_step_hands_back_what_it_made_of_each_token() -> None:
+    """On-policy: the policy's log-probs are the recorded ones; in trajectory order, however the
+    step was cut; nothing for tokens that were read, nor for unscored members."""
+    own = trainer(trainer={"token_budget": 40})
+    groups = draw_groups(own.model, num_groups=2)
+    groups[1] = replace(groups[1], advantages=(*groups[1].advantages[:3], None))
+    (result,) = own.train([groups])
+    trajectories = [t for g in groups for t in g.trajectories]
+    assert len(result.consumptions) == len(trajectories) == 8
+    for t, made in zip(trajectories[:-1], result.consumptions, strict=False):
+        (segment,) = t.segments
+        np.testing.assert_allclose(
+            made.policy_logprobs[segment.sampled],
+            segment.behavior_logprobs[segment.sampled],
+            atol=1e-5,
+        )
+        assert np.isnan(made.policy_logprobs[~segment.sampled]).all()
+        assert (made.kept == segment.sampled).all()
+        assert not made.clipped.any()
+        assert made.proximal_logprobs is None
+    assert [c.advantage for c in result.consumptions] == [a for g in groups for a in g.advantages]
+    unscored = result.consumptions[-1]
+    assert np.isnan(unscored.policy_logprobs).all()
+    assert (unscored.kept.dtype, unscored.kept.any()) == (np.bool_, False)
+
+
+def test_rejected_tokens_come_back_as_such() -> None:
+    own = trainer(correction={"name": "estr", "tau": 0.1})
+    groups = draw_groups(own.model)
+    own.train([groups])
+    (result,) = own.train([groups])
+    kept = sum(int(c.kept.sum()) for c in result.consumptions)
+    row = result.metrics.to_row()
+    assert 0 < kept < row["eligible_tokens"]
+    assert kept / row["eligible_tokens"] == pytest.approx(1 - row["rho_mask"])
+
+
+def test_the_proximal_pass_comes_back_where_one_was_made() -> None:
+    own = trainer(correction={"name": "icepop", "edge": "B"}, num_minibatches=2)
+    first, second = draw_groups(own.model)
+    results = own.train([[first], [second]])
+    for group, result in zip((first, second), results, strict=True):
+        for t, made in zip(group.trajectories, result.consumptions, strict=True):
+            (segment,) = t.segments
+            here = made.proximal_logprobs[segment.sampled]
+            np.testing.assert_allclose(here, segment.behavior_logprobs[segment.sampled], atol=1e-5)
+
+
+def test_a_step_without_a_scored_token_hands_back_nothing_trained() -> None:
+    own = trainer()
+    groups = [replace(g, advantages=(None,) * 4) for g in draw_groups(own.model)]
+    (result,) = own.train([groups])
+    assert result.skipped
+    assert {c.kept.dtype for c in result.consumptions} == {np.dtype(np.bool_)}
+    assert not any(c.kept.any() for c in result.consumptions)
+    assert all(np.isnan(c.policy_logprobs).all() for c in result.consumptions)
+
+
 def test_a_step_raises_the_probability_of_what_was_rewarded() -> None:
     own = trainer()
     groups = draw_groups(own.model)

@@ -13,6 +13,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, get_args
 
 import numpy as np
@@ -157,12 +158,13 @@ def scatter_back(
                 f"{tuple(mask.shape)}, or {(num_eligible,)} for its eligible tokens alone"
             )
         values = (tensor if tensor.dim() == 1 else tensor[mask]).detach().cpu().numpy()
-        borders = mask.sum(dim=1).cumsum(dim=0)[:-1].cpu().numpy()
-        for row, of_row in zip(batch.rows, np.split(values, borders), strict=True):
+        borders = [0, *mask.sum(dim=1).cumsum(dim=0).tolist()]
+        for row, (begin, end) in zip(batch.rows, pairwise(borders), strict=True):
             segments = trajectories[row.trajectory].segments
             start = sum(len(segment) for segment in segments[: row.segment])
-            places = start + np.flatnonzero(segments[row.segment].sampled)
-            arrays[row.trajectory][places] = of_row
+            segment = segments[row.segment]
+            of_segment = arrays[row.trajectory][start : start + len(segment)]
+            of_segment[segment.sampled] = values[begin:end]
     return arrays
 
 

@@ -18,7 +18,7 @@ from .advantages import AdvantageKind, VarianceOf, group_advantages
 from .errors import GroupsError, StalenessError, Stalled
 from .groups import Group, Groups
 from .metrics import Metrics
-from .types import SCORED_STATUSES, Trajectory
+from .types import SCORED_STATUSES, Consumption, Trajectory
 
 MIN_SCORED = 2
 """Scored members below which a group fails: an advantage compares members."""
@@ -42,13 +42,15 @@ class TrainingGroup:
 class StepResult:
     """What the trainer gives back of one optimizer step. target_version is the version that the
     loss was taken at, version the one after the step (the same if it was skipped). digest: of the
-    weights, where this step's were published."""
+    weights, where this step's were published. consumptions: one for each trajectory, in the order
+    of the mini-batch's groups."""
 
     step: int
     target_version: int
     version: int
     metrics: Metrics
     digest: str | None = None
+    consumptions: tuple[Consumption, ...] = ()
 
     @property
     def skipped(self) -> bool:

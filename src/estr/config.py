@@ -72,6 +72,8 @@ class Recipe:
     """What becomes of running requests' key-value caches at a switch."""
     deterministic: bool = False
     """Keep a schedule that a replay can follow bit for bit on the same machine."""
+    ledger: bool = True
+    """Record every trained token in ledger/; docs/ledger.md."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)

@@ -44,6 +44,7 @@ from .weights import WeightStore
 if TYPE_CHECKING:
     from .checkpoint import Checkpoints
     from .evaluation import EvalResult
+    from .ledger import LedgerWriter
     from .metrics import MetricsWriter
     from .trainer_process import TrainerClient
 
@@ -62,6 +63,7 @@ class Loop:
         writer: MetricsWriter,
         evaluations: Evaluations | None = None,
         checkpoints: Checkpoints | None = None,
+        ledger: LedgerWriter | None = None,
         watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
         gauges: Callable[[], dict[str, float]] = dict,
         stop: asyncio.Event | None = None,
@@ -78,6 +80,7 @@ class Loop:
         self.evaluations = evaluations or Evaluations(recipe.eval)
         self.evaluations.on_result = self._evaluated
         self.checkpoints = checkpoints
+        self.ledger = ledger
         self.watchers = watchers
         self.gauges = gauges
         self.schedule = schedule or Schedule()
@@ -138,6 +141,8 @@ class Loop:
         finally:
             self._running = False
             self._account_time()
+            if self.ledger is not None:
+                await self.ledger.close()
         self._members.note_leftover()
         self.totals.add_sum("leftover_groups", len(self.groups))
         self.buffer.leftover()
@@ -252,6 +257,7 @@ class Loop:
             self.version = results[-1].version
             for groups, result in zip(batch, results, strict=True):
                 self._record(groups, result)
+                await self._enter(groups, result)
             self._published.set()
             self._woken.set()
             self._evaluate_if_due(len(results))
@@ -309,6 +315,17 @@ class Loop:
         shown = groups[0].trajectories[0]
         ids = [int(t) for s in shown.segments for t in s.token_ids]
         self.reporter.rolled_out(shown, self.setting.codec.decode(ids))
+
+    async def _enter(self, groups: list[TrainingGroup], result: StepResult) -> None:
+        """The step into the ledger; written beside what follows."""
+        if self.ledger is not None:
+            await self.ledger.write(
+                [t for g in groups for t in g.trajectories],
+                result.consumptions,
+                step=result.step,
+                target_version=result.target_version,
+                version=result.version,
+            )
 
     async def _bring_versions(self) -> None:
         """Give the engine the newest published version, again and again."""
@@ -389,6 +406,8 @@ class Loop:
         position = self.engine_position()
         state["engine"] = None if position is None else position.pack()
         self.schedule.sync()
+        if self.ledger is not None:
+            state["ledger_parts"] = await self.ledger.sync(self.step)
         await self.checkpoints.write(self.step, state, columns, self.trainer.save)
         self._saved_at, self._saved_step = time.monotonic(), self.step
 

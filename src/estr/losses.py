@@ -69,7 +69,7 @@ def policy_loss(
     verdict = correction(columns)
     impossible = mask & (columns.behavior_logprobs == -math.inf)
     keep = verdict.keep & mask & ~impossible
-    surrogate = verdict.surrogate or _default_surrogate(verdict)
+    surrogate = verdict.surrogate or default_surrogate(verdict)
     log_ratio = torch.where(keep, columns.log_ratio(surrogate.edge), 0.0)
     advantages = torch.where(keep, columns.advantages, 0.0)
     values, bounded = surrogate(bounded_ratio(log_ratio), advantages)
@@ -124,7 +124,7 @@ def estr_loss(
     return result.loss, result.kept
 
 
-def _default_surrogate(verdict: Verdict) -> Surrogate:
+def default_surrogate(verdict: Verdict) -> Surrogate:
     return ClippedSurrogate("U" if verdict.weight_edge == "B" else "E")
 
 

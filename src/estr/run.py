@@ -20,6 +20,8 @@ from .engines.process import EngineProcess
 from .errors import CheckpointError, ConfigError, EstrError, Interrupted
 from .evaluations import Evaluations
 from .evaluator_process import EvaluatorProcess
+from .ledger import LedgerWriter, missing_parts
+from .ledger import supersede_after as supersede_ledger_after
 from .loop import Loop
 from .metrics import MetricsWriter, supersede_after
 from .progress import Reporter, SilentReporter
@@ -188,6 +190,7 @@ async def _train(
                 writer=writer,
                 evaluations=Evaluations(recipe.eval, processes.evaluator, folder.model_best),
                 checkpoints=Checkpoints(folder.checkpoints, recipe.checkpoint.keep, data=data),
+                ledger=_ledger(recipe, folder),
                 watchers=processes.watchers(recipe),
                 gauges=processes.gauges,
                 stop=stop,
@@ -200,6 +203,14 @@ async def _train(
             return await _run(loop, processes, folder, saved)
         finally:
             await processes.close()
+
+
+def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
+    """What writes the run's ledger; None where the recipe wants none."""
+    if not recipe.ledger:
+        return None
+    loss = recipe.loss
+    return LedgerWriter(folder.path, correction=recipe.correction, aggregation=loss.aggregation)
 
 
 def _bytes_needed(model: Path, recipe: Recipe) -> int:
@@ -235,7 +246,7 @@ def _saved(
     """The checkpoint to go on from. What comes after it is set aside. Raises ConfigError where the
     recipe has changed and nobody said that this is meant; CheckpointError where the data has."""
     path, state, torn = Checkpoints(folder.checkpoints).newest()
-    for line in torn:
+    for line in [*torn, *missing_parts(folder.path, state.get("ledger_parts", []))]:
         reporter.message(line)
     if state["data"] != data:
         raise CheckpointError(
@@ -258,6 +269,7 @@ def _saved(
         reporter.message(f"goes on with a changed recipe: {'; '.join(changed)}")
         folder.update_recipe(recipe)
     supersede_after(folder.path, state["step"])
+    supersede_ledger_after(folder.path, state["step"])
     return _Saved(path, state)
 
 

@@ -6,6 +6,7 @@ runs/NAME/
     metrics.jsonl      one line per optimizer step, one per evaluation
     schedule.jsonl     every event of the loop, in order (estr.schedule)
     tensorboard/       the same for TensorBoard
+    ledger/            every trained token; see estr.ledger
     checkpoints/       see estr.checkpoint
     model/best, last   Hugging Face folders
     log.txt            output of the spawned processes, warnings

@@ -18,9 +18,10 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
-from .batch import Batch, make_batches
+from .batch import Batch, make_batches, scatter_back
 from .buffer import StepResult, TrainingGroup
 from .corrections import build_correction, for_step
 from .corrections.base import WHOLE_STEP, Correction, TokenColumns, concatenate
@@ -28,9 +29,10 @@ from .diagnostics import token_diagnostics, trajectory_diagnostics
 from .errors import NumericsError
 from .heads import split_head
 from .logprobs import next_token, statistics_from_hidden, token_statistics
-from .losses import policy_loss
+from .losses import PolicyLoss, policy_loss
 from .metrics import Metrics
 from .options.run import TrainerOptions
+from .types import Consumption
 from .weights import WeightStore
 
 if TYPE_CHECKING:
@@ -175,9 +177,11 @@ class Trainer:
         )
         rate = learning_rate(self.step, self.recipe.steps, self.options)
         correction = self._correction_of_step(batches, proximal)
-        loss = 0.0
-        for batch, columns in zip(batches, proximal, strict=True):
-            loss += self._accumulate(batch, columns, correction, target, metrics)
+        parts = [
+            self._accumulate(batch, columns, correction, target, metrics)
+            for batch, columns in zip(batches, proximal, strict=True)
+        ]
+        loss = sum((float(part.loss.detach()) for _, part in parts), 0.0)
         trainable = any(a for g in groups for a in g.advantages)
         norm = self._gradient_norm() if trainable else 0.0
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -199,7 +203,8 @@ class Trainer:
         metrics.add_max("lr", rate)
         metrics.add_sum("skipped_updates", 0.0 if trainable else 1.0)
         metrics.add_sum("trainer_s", time.monotonic() - clock)
-        return StepResult(self.step, target, self.version, metrics)
+        consumptions = consumptions_of(groups, batches, parts, proximal)
+        return StepResult(self.step, target, self.version, metrics, consumptions=consumptions)
 
     def _correction_of_step(
         self, batches: list[Batch], proximal: list[Tensor | None]
@@ -215,10 +220,9 @@ class Trainer:
         correction: Correction,
         target: int,
         metrics: Metrics,
-    ) -> float:
-        """Forward and backward of one micro-batch; returns its part of the loss."""
-        if not bool(batch.loss_mask.any()):
-            return 0.0
+    ) -> tuple[Tensor, PolicyLoss]:
+        """Forward and backward of one micro-batch; returns the policy log-probs of its eligible
+        tokens and its part of the loss."""
         policy, entropies = self._score(batch)
         columns = token_columns(batch, policy, proximal)
         denominators = batch.denominators
@@ -229,7 +233,7 @@ class Trainer:
         metrics.merge(
             token_diagnostics(columns, result, policy_entropies=entropies, target_version=target)
         )
-        return float(result.loss.detach())
+        return policy.detach(), result
 
     def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(log-probs with gradient, entropies) of the eligible tokens, flat and in row order."""
@@ -277,4 +281,33 @@ def token_columns(batch: Batch, policy_logprobs: Tensor, proximal: Tensor | None
         behavior_gini=None if gini is None else gini[mask],
         versions=batch.versions[mask],
         sequence_ids=batch.sequence_ids[mask],
+    )
+
+
+def consumptions_of(
+    groups: Sequence[TrainingGroup],
+    batches: Sequence[Batch],
+    parts: Sequence[tuple[Tensor, PolicyLoss]],
+    proximal: Sequence[Tensor | None],
+) -> tuple[Consumption, ...]:
+    """What a step made of each trajectory. parts[b]: (policy log-probs, loss) of batches[b]'s
+    eligible tokens; proximal[b]: their proximal log-probs, None for all where no pass was made."""
+    trajectories = [t for g in groups for t in g.trajectories]
+
+    def columns(tensors: Sequence[Tensor], nothing: Any) -> Sequence[Any]:
+        if not tensors:  # nothing to learn: there are no batches
+            return [np.full(t.num_tokens, nothing) for t in trajectories]
+        return scatter_back(batches, tensors, trajectories)
+
+    passes = [tensor for tensor in proximal if tensor is not None]
+    return tuple(
+        Consumption(*values)
+        for values in zip(
+            [a for g in groups for a in g.advantages],
+            columns([policy for policy, _ in parts], np.float32(math.nan)),
+            columns([part.kept for _, part in parts], False),
+            columns([part.clipped for _, part in parts], False),
+            columns(passes, None) if passes else [None] * len(trajectories),
+            strict=True,
+        )
     )

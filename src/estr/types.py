@@ -272,3 +272,23 @@ class Trajectory:
         borders = np.flatnonzero(np.diff(versions)) + 1
         parts = np.split(versions, borders)
         return [(int(part[0]), len(part)) for part in parts]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Consumption:
+    """What one optimizer step made of one trajectory.
+
+    The columns have one entry for each token of the trajectory, its segments joined, and speak of
+    trained tokens only: those that a model sampled, in a trajectory with an advantage. Elsewhere
+    log-probs are NaN, kept and clipped False. policy_logprobs: under the weights that the loss was
+    taken at. proximal_logprobs, ref_logprobs: None where no such pass was made. kept: inside the
+    trust region. clipped: kept, but without gradient, since a bound of the surrogate is active.
+    advantage: None for an unscored trajectory.
+    """
+
+    advantage: float | None
+    policy_logprobs: Float32Array
+    kept: BoolArray
+    clipped: BoolArray
+    proximal_logprobs: Float32Array | None = None
+    ref_logprobs: Float32Array | None = None

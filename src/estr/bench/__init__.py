@@ -6,6 +6,9 @@ from __future__ import annotations
 import logging
 import os
 import platform
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from ..errors import DataError
@@ -51,3 +54,27 @@ def machine() -> str:
     except OSError:
         _log.debug("no /proc/cpuinfo here")
     return f"{name}, {os.cpu_count()} cores, torch {torch.__version__}, {platform.system()}"
+
+
+@contextmanager
+def timed_calls(*places: tuple[Any, str]) -> Iterator[dict[str, float]]:
+    """CPU seconds spent in each of these functions while the context lasts, by name."""
+    spent_s = dict.fromkeys((name for _, name in places), 0.0)
+
+    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            start = time.process_time()
+            result = function(*args, **kwargs)
+            spent_s[name] += time.process_time() - start
+            return result
+
+        return wrapper
+
+    originals = [getattr(owner, name) for owner, name in places]
+    try:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, timed(name, original))
+        yield spent_s
+    finally:
+        for (owner, name), original in zip(places, originals, strict=True):
+            setattr(owner, name, original)

@@ -8,15 +8,13 @@ included, so the figure is a little too high).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from ..engines import sampler
 from ..engines.local import LocalEngine
-from . import bench_model, machine
+from . import bench_model, machine, timed_calls
 from .engine import make_loads, serve
 
 
@@ -29,7 +27,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         model, name = bench_model()
         load = make_loads(int(model.config.vocab_size), quick)["equal"]
         engine = LocalEngine(model, max_batch=load.max_batch, prefix_bytes=0)
-        with _timed((sampler, "entropy_and_gini"), (LocalEngine, "_record")) as spent_s:
+        with timed_calls((sampler, "entropy_and_gini"), (LocalEngine, "_record")) as spent_s:
             start = time.process_time()
             serve(engine, load)
             engine_s = time.process_time() - start
@@ -44,27 +42,3 @@ def run(quick: bool = False) -> dict[str, Any]:
         "quick": quick,
         "machine": machine(),
     }
-
-
-@contextmanager
-def _timed(*places: tuple[Any, str]) -> Iterator[dict[str, float]]:
-    """CPU seconds spent in each of these functions while the context lasts, by name."""
-    spent_s = dict.fromkeys((name for _, name in places), 0.0)
-
-    def timed(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            start = time.process_time()
-            result = function(*args, **kwargs)
-            spent_s[name] += time.process_time() - start
-            return result
-
-        return wrapper
-
-    originals = [getattr(owner, name) for owner, name in places]
-    try:
-        for (owner, name), original in zip(places, originals, strict=True):
-            setattr(owner, name, timed(name, original))
-        yield spent_s
-    finally:
-        for (owner, name), original in zip(places, originals, strict=True):
-            setattr(owner, name, original)

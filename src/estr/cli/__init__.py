@@ -21,12 +21,22 @@ from ..errors import ConfigError, EstrError, Interrupted
 from .bench import bench
 from .check import check
 from .evaluate import evaluate
+from .ledger import ledger
 from .runs import runs
 from .sample import sample
 from .train import train
 from .warmstart import warmstart
 
-COMMANDS: tuple[click.Command, ...] = (train, evaluate, sample, check, runs, bench, warmstart)
+COMMANDS: tuple[click.Command, ...] = (
+    train,
+    evaluate,
+    sample,
+    ledger,
+    check,
+    runs,
+    bench,
+    warmstart,
+)
 
 
 class _Commands(click.Group):

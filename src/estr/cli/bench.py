@@ -13,6 +13,7 @@ BENCHMARKS = {
     "trainer": "estr.bench.trainer",
     "async": "estr.bench.async_loop",
     "recording": "estr.bench.recording",
+    "ledger": "estr.bench.ledger",
     "logprobs": "estr.bench.logprobs",
 }
 """What `estr bench` knows: name -> the module with run(quick) -> dict."""
@@ -25,8 +26,8 @@ BENCHMARKS = {
 def bench(name: str, quick: bool, as_json: bool) -> None:
     """Measure the speed of one part.
 
-    NAME is engine, trainer, async, recording or logprobs. Figures are of this machine and are
-    printed only; redirect the output of --json to keep them.
+    NAME is engine, trainer, async, recording, ledger or logprobs. Figures are of this machine and
+    are printed only; redirect the output of --json to keep them.
 
     \b
     Example:

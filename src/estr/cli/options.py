@@ -64,7 +64,7 @@ def recipe_folders() -> list[Path]:
 
 
 def run_folder(source: str, runs: Path) -> Path:
-    """The folder of the run to go on with. Raises ConfigError where there is none."""
+    """The folder of a run, found by path or name. Raises ConfigError where there is none."""
     from ..subject import find_run
 
     run = find_run(source, runs)

@@ -1,0 +1,107 @@
+"""`estr ledger`: questions to the ledger of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import run_folder, runs_option
+
+if TYPE_CHECKING:
+    from ..ledger import Answer, Ledger
+
+_WIDEST = 60
+"""Characters of a cell that are shown."""
+
+
+@click.command()
+@click.argument("run", metavar="RUN")
+@click.argument("query", required=False)
+@click.option("--rows", type=click.IntRange(min=1), default=50, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for each row.")
+@runs_option
+def ledger(run: str, query: str | None, rows: int, as_json: bool, runs: Path) -> None:
+    """Ask about every trained token of a run.
+
+    QUERY is SQL (DuckDB's), or the name of a shipped query. Without one, the tables with their
+    columns and the shipped queries are listed. Answers are printed only; redirect the output to
+    keep them.
+
+    \b
+    Examples:
+      estr ledger calculator
+      estr ledger calculator mask-rate
+      estr ledger calculator "select lag, count(*) from trained_tokens group by lag order by lag"
+    """
+    from ..display import printable
+    from ..ledger import open_ledger, shipped_queries
+
+    opened = open_ledger(run_folder(run, runs))
+    for line in opened.torn:
+        click.echo(f"warning: {printable(line)}", err=True)
+    if query is None:
+        click.echo(_overview(opened))
+        return
+    shipped = shipped_queries()
+    answer = opened.query(shipped[query].sql if query in shipped else query)
+    if as_json:
+        for row in answer.rows:
+            cells = dict(zip(answer.names, row, strict=True))
+            click.echo(json.dumps({name: _plain(cell) for name, cell in cells.items()}))
+        return
+    click.echo(_table(answer, rows))
+
+
+def _overview(opened: Ledger) -> str:
+    """What can be asked."""
+    from ..ledger import shipped_queries
+
+    parts = [f"{name}\n  {', '.join(columns)}" for name, columns in opened.tables().items()]
+    queries = [f"{name}\n  {query.meaning}" for name, query in shipped_queries().items()]
+    return "\n".join(["tables and views", "", *parts, "", "shipped queries", "", *queries])
+
+
+def _table(answer: Answer, most: int) -> str:
+    """Aligned columns; names above, and below how many rows there were."""
+    shown = [[_shown(cell) for cell in row] for row in answer.rows[:most]]
+    widths = [max(map(len, column)) for column in zip(answer.names, *shown, strict=True)]
+    numeric = [_is_numeric(column) for column in zip(*answer.rows, strict=True)]
+    lines = []
+    for row in [answer.names, *shown]:
+        cells = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(row, widths, numeric or [False] * len(row), strict=True)
+        ]
+        lines.append("  ".join(cells).rstrip())
+    left_out = len(answer.rows) - len(shown)
+    more = f" ({left_out} more; see --rows)" if left_out else ""
+    return "\n".join([*lines, f"{len(shown)} rows{more}"])
+
+
+def _is_numeric(column: Sequence[Any]) -> bool:
+    return all(cell is None or isinstance(cell, int | float) for cell in column)
+
+
+def _shown(cell: Any) -> str:
+    from ..display import printable
+
+    if cell is None:
+        return "-"
+    text = f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell))
+    return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
+
+
+def _plain(cell: Any) -> Any:
+    """A cell as JSON: what is not finite is null, and what JSON has no form for is text."""
+    if isinstance(cell, float):
+        return cell if math.isfinite(cell) else None
+    if isinstance(cell, dict):
+        return {str(key): _plain(value) for key, value in cell.items()}
+    if isinstance(cell, list | tuple):
+        return [_plain(value) for value in cell]
+    return cell if cell is None or isinstance(cell, bool | int | str) else str(cell)

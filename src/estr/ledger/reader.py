@@ -1,0 +1,165 @@
+"""The ledger as tables of DuckDB: the parts as they are, and everything that follows from them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from ..corrections import build_correction
+from ..corrections.base import TokenColumns
+from ..corrections.surrogates import MAX_LOG_RATIO, ClippedSurrogate
+from ..diagnostics import ENTROPY_EDGES
+from ..errors import DataError, EstrError
+from ..losses import default_surrogate
+from .parts import find_parts, part_path
+from .schema import SCHEMAS
+
+if TYPE_CHECKING:
+    import duckdb
+
+_DEFAULT_EPS = 0.01
+
+
+class Answer(NamedTuple):
+    """The rows that a query gave, under the names of its columns."""
+
+    names: list[str]
+    rows: list[tuple[Any, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """An opened ledger. torn: a line on each step that was left out. connection: DuckDB's, in
+    memory, for whatever `query` does not do."""
+
+    connection: duckdb.DuckDBPyConnection
+    torn: list[str]
+
+    def query(self, sql: str, parameters: Sequence[Any] = ()) -> Answer:
+        """Run one statement. Raises DataError with DuckDB's own words where it is wrong."""
+        import duckdb
+
+        try:
+            found = self.connection.execute(sql, list(parameters))
+            names = [column[0] for column in found.description or ()]
+            return Answer(names, found.fetchall())
+        except duckdb.Error as error:
+            raise DataError(f"the query failed: {error}") from error
+
+    def tables(self) -> dict[str, list[str]]:
+        """The columns of every table and view."""
+        rows = self.query(
+            "select table_name, list(column_name order by ordinal_position) "
+            "from information_schema.columns group by table_name order by table_name"
+        ).rows
+        return dict(rows)
+
+
+def open_ledger(run_folder: str | Path, *, threads: int | None = None) -> Ledger:
+    """Open the ledger of a run, also while it is being written.
+
+    `tokens` and `trajectories` are the facts (see `estr.ledger.schema`); `trained_tokens`,
+    `loss_terms` and `trajectory_facts` are views on them (views.sql); `settings` holds what the
+    corrections of each step say of themselves. Raises DataError where there is no ledger or not
+    one whole step in it.
+    """
+    import duckdb
+
+    parts = find_parts(run_folder)
+    if not parts.steps:
+        detail = "".join(f"\n  {line}" for line in parts.torn)
+        raise DataError(f"the ledger of {run_folder} holds no whole step{detail}")
+    config: dict[str, Any] = {"autoinstall_known_extensions": False}
+    if threads is not None:
+        config["threads"] = threads
+    connection = duckdb.connect(config=config)
+    for table in SCHEMAS:
+        paths = [part_path(Path(run_folder), table, step) for step in parts.steps]
+        _create_view(connection, table, paths, older=parts.older)
+    connection.execute(_macros())
+    _create_settings(connection)
+    connection.execute(files(__package__).joinpath("views.sql").read_text("utf-8"))
+    return Ledger(connection, parts.torn)
+
+
+def _create_view(
+    connection: duckdb.DuckDBPyConnection, table: str, paths: Sequence[Path], *, older: bool
+) -> None:
+    """The parts of a table under its name. Columns that an older part lacks are NULL."""
+    listed = ", ".join(f"'{_escaped(path)}'" for path in paths)
+    source = f"read_parquet([{listed}], union_by_name = {str(older).lower()})"
+    if older:
+        present = set(connection.sql(f"from {source} limit 0").columns)
+        columns = ", ".join(
+            f'"{f.name}"' if f.name in present else f'null as "{f.name}"' for f in SCHEMAS[table]
+        )
+    else:
+        columns = "*"
+    connection.execute(f"create view {table} as select {columns} from {source}")
+
+
+def _escaped(path: Path) -> str:
+    """A path as a DuckDB string that is no glob pattern."""
+    text = "".join(f"[{c}]" if c in "[*?" else c for c in str(path))
+    return text.replace("'", "''")
+
+
+def _macros() -> str:
+    """What the views need that the code defines: bounds and bins, in one place."""
+    cases = " ".join(
+        f"when entropy < {high}::float then {low}" for low, high in pairwise((0.0, *ENTROPY_EDGES))
+    )
+    bound = MAX_LOG_RATIO
+    return (
+        f"create macro entropy_bin(entropy) as (case {cases} else {ENTROPY_EDGES[-1]} end)::float;"
+        f"create macro bounded_ratio(log_ratio) as "
+        f"exp(greatest(least(log_ratio, {bound}::float), -{bound}::float));"
+        f"create macro is_in_bounds(log_ratio) as abs(log_ratio) <= {bound};"
+    )
+
+
+def _create_settings(connection: duckdb.DuckDBPyConnection) -> None:
+    """One row for each step: how its correction scores, weighs and bounds a token."""
+    connection.execute(
+        "create table settings (step integer, target_version integer, version integer, "
+        "aggregation varchar, correction varchar, eps float, weight_edge varchar, "
+        "surrogate_edge varchar, clip_low float, clip_high float)"
+    )
+    steps = connection.execute(
+        "select distinct step, target_version, version, aggregation, correction "
+        "from trajectories order by step"
+    ).fetchall()
+    followed = {text: _followed(text) for text in {row[-1] for row in steps}}
+    connection.executemany(
+        "insert into settings values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        [[*row, *followed[row[-1]]] for row in steps],
+    )
+
+
+def _followed(text: str) -> tuple[float, str | None, str | None, float | None, float | None]:
+    """(eps, weight_edge, surrogate_edge, clip_low, clip_high) of a step's corrections, asked of
+    themselves; None where SQL cannot follow them."""
+    entries = json.loads(text)
+    eps = next((e["eps"] for e in entries if e["name"] == "estr"), _DEFAULT_EPS)
+    one, place = torch.full((1,), -0.5), torch.zeros(1, dtype=torch.int64)
+    columns = TokenColumns(one, one, -one, one < 0, one, -one, -one, place, place)
+    try:
+        verdict = build_correction(entries)(columns)
+    except EstrError:  # a correction of the user's own that is not importable here
+        return eps, None, None, None, None
+    weighing = [e for e in entries if e.get("edge") == "B"]
+    weight_edge = None if verdict.weight is not None else "none"
+    if verdict.weight is not None and len(weighing) == 1 and len(entries) == 1:
+        weight_edge = "B" if weighing[0]["name"] in ("icepop", "kpop") else None
+    surrogate = verdict.surrogate or default_surrogate(verdict)
+    if not isinstance(surrogate, ClippedSurrogate) or math.isfinite(surrogate.restore_cap):
+        return eps, weight_edge, None, None, None
+    return eps, weight_edge, surrogate.edge, surrogate.clip_low, surrogate.clip_high

@@ -1,0 +1,213 @@
+"""What the two tables of the ledger hold, and how trajectories become their rows.
+
+    trajectories    one row for each trajectory of an optimizer step     key: step, trajectory
+    tokens          one row for each token of it, read or written        key: ... , position
+
+Only facts, under the names of `estr.types`: what was recorded at the draw (COLUMNS), and what the
+step made of it (Consumption). NULL: never computed, or nothing was drawn there. Everything that
+follows from these columns is a view (`views.sql`).
+
+Columns are only ever added, at the end, with a new SCHEMA_VERSION; none is renamed, retyped or
+given another meaning. So an older part differs in nothing but absent columns, which read as NULL.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from ..config import Table, correction_options
+from ..types import COLUMNS, Consumption, Trajectory
+
+SCHEMA_VERSION = 1
+
+_TURN = pa.struct(
+    [
+        ("segment", pa.int32()),
+        ("start", pa.int32()),
+        ("stop", pa.int32()),
+        ("finish_reason", pa.string()),
+    ]
+)
+
+TRAJECTORIES = pa.schema(
+    [
+        ("step", pa.int32()),  # optimizer steps made, this one included
+        ("trajectory", pa.int32()),  # counts the trajectories of the step
+        ("target_version", pa.int32()),  # the version that the loss was taken at
+        ("version", pa.int32()),  # the version after the step; the same if it was skipped
+        ("run", pa.int64()),
+        ("group_id", pa.int64()),
+        ("index", pa.int32()),
+        ("attempt", pa.int32()),
+        ("task", pa.string()),
+        ("problem", pa.int64()),
+        ("worker", pa.string()),
+        ("status", pa.string()),
+        ("error", pa.string()),
+        ("dispatch_version", pa.int32()),
+        ("outcome", pa.float64()),
+        ("rewards", pa.map_(pa.string(), pa.float64())),
+        ("reward", pa.float64()),
+        ("advantage", pa.float64()),  # NULL: unscored, so not trained on
+        ("turns", pa.list_(_TURN)),
+        ("times_s", pa.map_(pa.string(), pa.float64())),
+        ("temperature", pa.float64()),
+        ("max_new_tokens", pa.int32()),
+        ("max_tokens", pa.int32()),
+        ("stop_token_ids", pa.list_(pa.int32())),
+        ("correction", pa.string()),  # the corrections of the step with all their options, JSON
+        ("aggregation", pa.string()),
+    ]
+)
+
+TOKENS = pa.schema(
+    [
+        ("step", pa.int32()),
+        ("trajectory", pa.int32()),
+        ("segment", pa.int32()),
+        ("position", pa.int32()),  # counts all tokens of the trajectory, its segments joined
+        *((column.name, pa.from_numpy_dtype(column.dtype)) for column in COLUMNS),
+        ("policy_logprobs", pa.float32()),
+        ("proximal_logprobs", pa.float32()),
+        ("ref_logprobs", pa.float32()),
+        ("kept", pa.bool_()),  # NULL: not trained on
+        ("clipped", pa.bool_()),
+    ]
+)
+
+SCHEMAS = {"trajectories": TRAJECTORIES, "tokens": TOKENS}
+
+_CONSUMED: dict[str, type[np.generic]] = {
+    "policy_logprobs": np.float32,
+    "proximal_logprobs": np.float32,
+    "ref_logprobs": np.float32,
+    "kept": np.bool_,
+    "clipped": np.bool_,
+}
+
+
+class StepRecord(NamedTuple):
+    """One optimizer step as the ledger takes it. consumptions[i] belongs to trajectories[i];
+    correction: as `described` gives it."""
+
+    step: int
+    target_version: int
+    version: int
+    trajectories: Sequence[Trajectory]
+    consumptions: Sequence[Consumption]
+    correction: str = "[]"
+    aggregation: str = "batch"
+
+
+def described(correction: Sequence[Table]) -> str:
+    """A recipe's corrections as JSON, every option spelled out."""
+    entries = []
+    for entry in correction:
+        options = correction_options(entry)
+        full = options if isinstance(options, dict) else asdict(options)
+        entries.append({"name": entry["name"], **full})
+    return json.dumps(entries)
+
+
+def trajectories_table(record: StepRecord) -> pa.Table:
+    """One row for each trajectory of the step."""
+    common = {
+        "step": record.step,
+        "target_version": record.target_version,
+        "version": record.version,
+        "correction": record.correction,
+        "aggregation": record.aggregation,
+    }
+    rows = []
+    for number, (t, consumption) in enumerate(
+        zip(record.trajectories, record.consumptions, strict=True)
+    ):
+        rows.append(
+            {
+                **common,
+                "trajectory": number,
+                "run": t.id.run,
+                "group_id": t.id.group,
+                "index": t.id.index,
+                "attempt": t.id.attempt,
+                "task": t.task,
+                "problem": t.problem,
+                "worker": t.worker,
+                "status": t.status,
+                "error": t.error,
+                "dispatch_version": t.dispatch_version,
+                "outcome": t.outcome,
+                "rewards": list(t.rewards.items()),
+                "reward": t.reward,
+                "advantage": consumption.advantage,
+                "turns": [turn._asdict() for turn in t.turns],
+                "times_s": list(t.times_s.items()),
+                "temperature": t.sampling.temperature,
+                "max_new_tokens": t.sampling.max_new_tokens,
+                "max_tokens": t.sampling.max_tokens,
+                "stop_token_ids": t.sampling.stop_token_ids,
+            }
+        )
+    return pa.Table.from_pylist(rows, schema=TRAJECTORIES)
+
+
+def tokens_table(record: StepRecord) -> pa.Table:
+    """One row for each token of the step's trajectories, in order.
+
+    Raises ValueError where a consumption has not one entry for each token.
+    """
+    trajectories, consumptions = record.trajectories, record.consumptions
+    segments = [s for t in trajectories for s in t.segments]
+    lengths = [len(s) for s in segments]
+    totals = [t.num_tokens for t in trajectories]
+    total = sum(totals)
+    starts = np.cumsum([0, *totals])[:-1]
+    numbers = [i for t in trajectories for i, _ in enumerate(t.segments)]
+    sampled = _joined([s.sampled for s in segments], lengths, np.bool_)
+    scored = np.array([c.advantage is not None for c in consumptions], dtype=np.bool_)
+    columns: dict[str, pa.Array] = {
+        "step": pa.array(np.full(total, record.step, dtype=np.int32)),
+        "trajectory": pa.array(np.repeat(np.arange(len(totals), dtype=np.int32), totals)),
+        "segment": pa.array(np.repeat(np.array(numbers, dtype=np.int32), lengths)),
+        "position": pa.array((np.arange(total) - np.repeat(starts, totals)).astype(np.int32)),
+    }
+    for name, dtype, *_ in COLUMNS:
+        known = None if name in ("token_ids", "sampled") else sampled
+        columns[name] = _column([getattr(s, name) for s in segments], lengths, dtype, known)
+    trained = sampled & np.repeat(scored, totals)
+    for name, dtype in _CONSUMED.items():
+        columns[name] = _column([getattr(c, name) for c in consumptions], totals, dtype, trained)
+    return pa.table(columns, schema=TOKENS)
+
+
+def _column(
+    parts: Sequence[npt.NDArray[Any] | None],
+    lengths: Sequence[int],
+    dtype: type[np.generic],
+    known: npt.NDArray[np.bool_] | None,
+) -> pa.Array:
+    """The parts as one column; NULL where nothing is known, and all along a part that is None."""
+    absent = np.array([part is None for part in parts], dtype=np.bool_)
+    unknown = None if known is None else ~known
+    if absent.any():
+        missing = np.repeat(absent, lengths)
+        unknown = missing if unknown is None else unknown | missing
+    return pa.array(_joined(parts, lengths, dtype), mask=unknown)
+
+
+def _joined(
+    parts: Sequence[npt.NDArray[Any] | None], lengths: Sequence[int], dtype: type[np.generic]
+) -> npt.NDArray[Any]:
+    filled = [np.zeros(n, dtype) if p is None else p for p, n in zip(parts, lengths, strict=True)]
+    if wrong := [i for i, (p, n) in enumerate(zip(filled, lengths, strict=True)) if len(p) != n]:
+        raise ValueError(
+            f"part {wrong[0]} has {len(filled[wrong[0]])} entries for {lengths[wrong[0]]} tokens"
+        )
+    return np.concatenate(filled) if filled else np.zeros(0, dtype)

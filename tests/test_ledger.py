@@ -1,0 +1,384 @@
+"""The ledger: what goes in comes out, parts are whole or named, a resumed run shows a step once."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from estr.errors import DataError
+from estr.ledger import (
+    LedgerWriter,
+    find_parts,
+    missing_parts,
+    open_ledger,
+    parts_up_to,
+    supersede_after,
+)
+from estr.ledger import writer as writer_module
+from estr.ledger.parts import part_path, write_step
+from estr.ledger.schema import SCHEMA_VERSION, SCHEMAS, TOKENS, StepRecord, tokens_table
+from estr.types import COLUMNS, Consumption, RolloutId, Segment
+from ledger_cases import (
+    PROMPT,
+    consumption,
+    random_record,
+    record,
+    trajectory,
+    write_random_ledger,
+)
+
+# -- rows ---------------------------------------------------------------------------------------
+
+
+def rows(table: pa.Table, *names: str) -> list[tuple]:
+    return list(zip(*(table[name].to_pylist() for name in names), strict=True))
+
+
+def test_facts_go_in_and_come_out(tmp_path: Path) -> None:
+    own = trajectory(
+        RolloutId(5, 3, 1, 2),
+        logprobs=[-0.5, -0.25],
+        entropies=[1.5, 0.0],
+        versions=[4, 6],
+        outcome=0.5,
+        error=None,
+    )
+    made = consumption(own, [0.125, -1.0], advantage=-0.75, kept=[True, False])
+    write_step(tmp_path, record(8, [(own, made)], target_version=6, version=7))
+    ledger = open_ledger(tmp_path)
+    tokens = ledger.query(
+        "select step, trajectory, segment, position, token_ids, sampled, versions, "
+        "behavior_logprobs, behavior_entropies, behavior_gini, policy_logprobs, kept, clipped, "
+        "proximal_logprobs, ref_logprobs from tokens order by position"
+    )
+    unsampled = (False, *[None] * 9)
+    assert tokens.rows == [
+        (8, 0, 0, 0, PROMPT[0], *unsampled),
+        (8, 0, 0, 1, PROMPT[1], *unsampled),
+        (8, 0, 0, 2, 1, True, 4, -0.5, 1.5, None, -0.375, True, False, None, None),
+        (8, 0, 0, 3, 2, True, 6, -0.25, 0.0, None, -1.25, False, False, None, None),
+    ]
+    (row,) = ledger.query("from trajectories").rows
+    facts = dict(zip(ledger.tables()["trajectories"], row, strict=True))
+    assert (facts["run"], facts["group_id"], facts["index"], facts["attempt"]) == (5, 3, 1, 2)
+    assert (facts["target_version"], facts["version"], facts["dispatch_version"]) == (6, 7, 4)
+    assert (facts["outcome"], facts["rewards"], facts["advantage"]) == (0.5, {"right": 0.5}, -0.75)
+    assert facts["turns"] == [{"segment": 0, "start": 2, "stop": 4, "finish_reason": "stop"}]
+    assert facts["stop_token_ids"] == [9]
+    assert '"tau": 1.0' in facts["correction"]
+
+
+def test_the_columns_are_those_of_the_types() -> None:
+    names = [column.name for column in COLUMNS]
+    place = TOKENS.get_field_index(names[0])
+    assert TOKENS.names[place : place + len(names)] == names
+
+
+def test_null_is_what_was_never_computed_and_nan_what_came_out() -> None:
+    """An unscored member has no kept and no policy; a column that only one member lacks is NULL
+    there alone; a NaN stays a NaN."""
+    with_gini = trajectory(
+        RolloutId(0, 0, 0), logprobs=[-1.0], entropies=[1.0], versions=[0], gini=[0.5]
+    )
+    failed = trajectory(
+        RolloutId(0, 0, 1),
+        logprobs=[math.nan],
+        entropies=[1.0],
+        versions=[0],
+        outcome=None,
+        status="env_error",
+        error="it broke",
+    )
+    pairs = [
+        (with_gini, consumption(with_gini, [0.0], proximal=[-2.0])),
+        (failed, consumption(failed, [0.0], advantage=None)),
+    ]
+    table = tokens_table(record(1, pairs)).slice(2)
+    names = ("behavior_gini", "policy_logprobs", "proximal_logprobs", "kept", "clipped")
+    assert rows(table, *names)[0] == (0.5, -1.0, -2.0, True, False)
+    assert rows(table, *names)[3] == (None, None, None, None, None)
+    assert math.isnan(table["behavior_logprobs"].to_pylist()[3])
+    assert table["behavior_logprobs"].to_pylist()[2] is None, "a prompt has none"
+
+
+def test_positions_run_through_segments() -> None:
+    own = trajectory(RolloutId(0, 0, 0), logprobs=[-1.0], entropies=[1.0], versions=[0])
+    (first,) = own.segments
+    own = replace(own, segments=(first, Segment.context([5]), first))
+    empty = replace(own, segments=(), turns=(), outcome=None, reward=None)
+    pairs = [
+        (own, consumption(own, [0.0, 1.0])),
+        (empty, nothing_consumed()),
+        (own, consumption(own, [2.0, 3.0])),
+    ]
+    table = tokens_table(record(1, pairs))
+    assert table["segment"].to_pylist() == [0, 0, 0, 1, 2, 2, 2] * 2
+    assert table["position"].to_pylist() == [0, 1, 2, 3, 4, 5, 6] * 2
+    assert table["trajectory"].to_pylist() == [0] * 7 + [2] * 7
+    trained = table.filter(table["kept"].is_valid())
+    assert trained["position"].to_pylist() == [2, 6, 2, 6]
+    assert trained["policy_logprobs"].to_pylist() == [-1.0, 0.0, 1.0, 2.0]
+    assert len(tokens_table(record(1, [(empty, nothing_consumed())]))) == 0
+
+
+def nothing_consumed() -> Consumption:
+    """What becomes of a trajectory without a token."""
+    none = np.zeros(0, dtype=np.bool_)
+    return Consumption(None, np.zeros(0, dtype=np.float32), none, none)
+
+
+def test_a_column_of_another_length_is_refused() -> None:
+    own = trajectory(RolloutId(0, 0, 0), logprobs=[-1.0], entropies=[1.0], versions=[0])
+    made = consumption(own, [0.0])
+    short = replace(made, policy_logprobs=made.policy_logprobs[:-1])
+    with pytest.raises(ValueError, match="2 entries for 3 tokens"):
+        tokens_table(record(1, [(own, short)]))
+
+
+# -- parts --------------------------------------------------------------------------------------
+
+
+def test_a_part_is_written_once(tmp_path: Path) -> None:
+    write_random_ledger(tmp_path, steps=1)
+    with pytest.raises(DataError, match="written to the ledger once"):
+        write_step(tmp_path, random_record(1))
+
+
+def test_a_part_costs_few_bytes(tmp_path: Path) -> None:
+    one = random_record(1, num_groups=16, size=8, longest=64)
+    paths = write_step(tmp_path, one)
+    num_tokens = sum(t.num_tokens for t in one.trajectories)
+    assert sum(path.stat().st_size for path in paths) / num_tokens <= 24
+
+
+def test_torn_parts_are_named_and_left_out(tmp_path: Path) -> None:
+    write_random_ledger(tmp_path, steps=5)
+    cut = part_path(tmp_path, "tokens", 2)
+    cut.write_bytes(cut.read_bytes()[:-6])
+    part_path(tmp_path, "trajectories", 3).unlink()
+    part_path(tmp_path, "tokens", 4).write_bytes(b"")
+    (tmp_path / "ledger" / "tokens" / "00000006.parquet.writing").write_bytes(b"half")
+    (tmp_path / "ledger" / "tokens" / "notes.parquet").write_bytes(b"not ours")
+    parts = find_parts(tmp_path)
+    assert parts.steps == [1, 5]
+    assert [line.partition(" of ")[0] for line in parts.torn] == ["step 2", "step 3", "step 4"]
+    ledger = open_ledger(tmp_path)
+    assert ledger.query("select distinct step from tokens order by step").rows == [(1,), (5,)]
+    assert ledger.torn == parts.torn
+    names = parts_up_to(tmp_path, 3)
+    assert len(names) == 5
+    assert [
+        line.split()[2] for line in missing_parts(tmp_path, [*names, "tokens/00000009.parquet"])
+    ] == ["tokens/00000002.parquet", "tokens/00000009.parquet"]
+
+
+def test_what_comes_after_a_resume_replaces_what_came_before(tmp_path: Path) -> None:
+    write_random_ledger(tmp_path, steps=4)
+    assert parts_up_to(tmp_path, 2) == [
+        "tokens/00000001.parquet",
+        "trajectories/00000001.parquet",
+        "tokens/00000002.parquet",
+        "trajectories/00000002.parquet",
+    ]
+    (tmp_path / "ledger" / "tokens" / "00000005.parquet.writing").write_bytes(b"half")
+    for seed in (1, 2):
+        assert supersede_after(tmp_path, 2) == 2
+        assert find_parts(tmp_path).steps == [1, 2]
+        for step in (3, 4):
+            write_step(tmp_path, random_record(step, seed=seed))
+    runs = open_ledger(tmp_path).query(
+        "select step, max(run) from trajectories group by 1 order by 1"
+    )
+    assert runs.rows == [(1, 0), (2, 0), (3, 2), (4, 2)]
+    kept = {path.name for path in (tmp_path / "ledger" / "tokens").iterdir()}
+    assert {"00000003.parquet.superseded", "00000003.parquet.superseded-2"} <= kept
+    assert not [name for name in kept if name.endswith(".writing")]
+    assert supersede_after(tmp_path / "elsewhere", 0) == 0
+
+
+def test_a_later_schema_is_refused_and_an_older_one_is_read(tmp_path: Path) -> None:
+    """An older part may lack columns that came later; they read as NULL beside newer parts."""
+    write_random_ledger(tmp_path, steps=2)
+
+    def rewrite(step: int, version: int, drop: tuple[str, ...] = ()) -> None:
+        for table, names in (("tokens", drop), ("trajectories", ())):
+            path = part_path(tmp_path, table, step)
+            whole = pq.read_table(path).drop_columns(list(names))
+            metadata = {b"estr.schema_version": str(version)}
+            pq.write_table(whole.replace_schema_metadata(metadata), path)
+
+    rewrite(1, SCHEMA_VERSION - 1, drop=("ref_logprobs", "behavior_gini"))
+    ledger = open_ledger(tmp_path)
+    assert ledger.tables()["tokens"] == TOKENS.names
+    found = ledger.query(
+        "select step, count(*), count(behavior_gini), count(ref_logprobs), count(policy_logprobs) "
+        "from trained_tokens group by step order by step"
+    ).rows
+    assert [row[0] for row in found] == [1, 2]
+    assert found[0][2:4] == (0, 0)
+    assert found[0][1] == found[0][4] > 0
+    assert found[1][2] == found[1][1] > 0
+    rewrite(2, SCHEMA_VERSION - 1, drop=("ref_logprobs",))
+    assert open_ledger(tmp_path).query("select count(ref_logprobs) from tokens").rows == [(0,)]
+    rewrite(2, SCHEMA_VERSION + 1)
+    with pytest.raises(DataError, match="written by a later estr"):
+        open_ledger(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["it's [1]", "a*b", "q?"])
+def test_a_run_may_have_any_name(tmp_path: Path, name: str) -> None:
+    write_random_ledger(tmp_path / name, steps=2)
+    write_random_ledger(tmp_path / "its 1", steps=1)
+    assert open_ledger(tmp_path / name).query("select count(distinct step) from tokens").rows == [
+        (2,)
+    ]
+
+
+def test_no_ledger_is_an_error_that_names_the_place(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="has no ledger"):
+        open_ledger(tmp_path)
+    (tmp_path / "ledger").mkdir()
+    with pytest.raises(DataError, match="no whole step"):
+        open_ledger(tmp_path)
+
+
+def test_a_wrong_query_is_an_error_in_duckdbs_words(tmp_path: Path) -> None:
+    write_random_ledger(tmp_path, steps=1)
+    with pytest.raises(DataError, match="no_such_column"):
+        open_ledger(tmp_path).query("select no_such_column from tokens")
+
+
+def test_parts_are_plain_parquet_for_anyone(tmp_path: Path) -> None:
+    (one,) = write_random_ledger(tmp_path, steps=1)
+    for table, schema in SCHEMAS.items():
+        file = pq.ParquetFile(part_path(tmp_path, table, 1))
+        assert file.schema_arrow.names == schema.names
+        codec = file.metadata.row_group(0).column(4).compression
+        assert codec == ("ZSTD" if table == "tokens" else "UNCOMPRESSED")
+    trajectories = pq.read_metadata(part_path(tmp_path, "trajectories", 1))
+    assert trajectories.num_rows == len(one.trajectories)
+
+
+# -- the writer ---------------------------------------------------------------------------------
+
+
+def writer(folder: Path) -> LedgerWriter:
+    return LedgerWriter(folder, correction=[{"name": "estr", "tau": 0.5}], aggregation="group")
+
+
+async def put(own: LedgerWriter, step: int) -> None:
+    one = random_record(step)
+    await own.write(
+        one.trajectories, one.consumptions, step=step, target_version=step - 1, version=step
+    )
+
+
+async def test_the_writer_gives_a_checkpoint_its_parts(tmp_path: Path) -> None:
+    own = writer(tmp_path)
+    for step in (1, 2):
+        await put(own, step)
+    assert await own.sync(2) == parts_up_to(tmp_path, 2)
+    assert find_parts(tmp_path).steps == [1, 2]
+    await own.close()
+    await own.close()
+    settings = open_ledger(tmp_path).query("select step, aggregation, correction from settings")
+    assert settings.rows[0][:2] == (1, "group")
+    assert '"tau": 0.5' in settings.rows[0][2]
+
+
+async def test_small_steps_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "BURST_TOKENS", 2 * random_record_tokens())
+    own = writer(tmp_path)
+    await put(own, 1)
+    assert not (tmp_path / "ledger").exists()
+    await own.close()
+    assert find_parts(tmp_path).steps == [1]
+
+
+def random_record_tokens() -> int:
+    """The most that a step of `random_record` may hold, which is more than step 1 does."""
+    return 2 * 4 * (2 + 8)
+
+
+@pytest.fixture
+def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Every step is a burst of its own, and none is written before the gate is opened."""
+    opened = threading.Event()
+
+    def slow(folder: Path, one: StepRecord) -> list[Path]:
+        assert opened.wait(30)
+        return write_step(folder, one)
+
+    monkeypatch.setattr(writer_module, "BURST_TOKENS", 1)
+    monkeypatch.setattr(writer_module, "write_step", slow)
+    return opened
+
+
+async def test_one_burst_is_written_at_a_time_and_the_loop_goes_on(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    """The event loop is free while a burst is written; the next one waits for it."""
+    own = writer(tmp_path)
+    await put(own, 1)
+    second = asyncio.create_task(put(own, 2))
+    await asyncio.sleep(0.02)
+    assert not second.done()
+    gate.set()
+    await second
+    await own.close()
+    assert find_parts(tmp_path).steps == [1, 2]
+
+
+async def test_what_went_wrong_in_the_thread_is_raised_once(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    gate.set()
+    (tmp_path / "ledger").write_text("a file where a folder should be")
+    own = writer(tmp_path)
+    await put(own, 1)
+    with pytest.raises(DataError, match=r"cannot write .*00000001.*ledger = false"):
+        await put(own, 2)
+    (tmp_path / "ledger").unlink()
+    await own.close()
+    assert find_parts(tmp_path).steps == [2]
+
+
+async def test_a_cancelled_run_still_completes_its_parts(
+    tmp_path: Path, gate: threading.Event
+) -> None:
+    own = writer(tmp_path)
+    await put(own, 1)
+    second = asyncio.create_task(put(own, 2))
+    await asyncio.sleep(0.02)
+    second.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await second
+    gate.set()
+    await own.close()
+    assert find_parts(tmp_path).steps == [1, 2]
+
+
+def test_a_full_disk_leaves_nothing_half_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(table: object, path: Path, **options: object) -> None:
+        path.write_bytes(b"half")
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pq, "write_table", full)
+        with pytest.raises(DataError, match="No space left on device"):
+            write_step(tmp_path, random_record(1))
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    write_step(tmp_path, random_record(1))
+    assert find_parts(tmp_path).steps == [1]
