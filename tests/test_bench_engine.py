@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from estr.bench import timed_calls
 from estr.bench.engine import heavy_tailed_lengths, make_loads, serve
-from estr.bench.recording import _timed
 from estr.engines.local import LocalEngine
 from tiny_models import tiny_model
 
@@ -49,10 +49,10 @@ def test_time_is_taken_inside_a_function_which_is_put_back_afterwards() -> None:
         return value + 1
 
     place = SimpleNamespace(work=work)
-    with _timed((place, "work")) as spent_s:
+    with timed_calls((place, "work")) as spent_s:
         assert place.work(1) == 2
     assert place.work is work
     assert spent_s["work"] >= 0.02
-    with pytest.raises(ZeroDivisionError), _timed((place, "work")):
+    with pytest.raises(ZeroDivisionError), timed_calls((place, "work")):
         place.work(1 // 0)
     assert place.work is work

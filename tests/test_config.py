@@ -377,7 +377,10 @@ def test_a_misspelt_correction_gets_the_nearest_name():
     assert refusal({"correction": "estrr"}) == (
         "correction.name = 'estrr' is unknown; did you mean estr?"
     )
-    assert "known here: estr, icepop, kpop, none" in refusal({"correction": "zzzzzzzz"})
+    assert (
+        "known here: decoupled, dppo, dual_clip, estr, icepop, kpop, m2po, mis, none, tis"
+        in refusal({"correction": "zzzzzzzz"})
+    )
 
 
 @pytest.mark.parametrize(

@@ -122,8 +122,10 @@ def test_a_run_in_use_is_refused(tmp_path: Path) -> None:
 def test_a_run_goes_on_only_as_itself(tmp_path: Path) -> None:
     folder = RunFolder.create(load_recipe(), tmp_path)
     with pytest.raises(ConfigError, match="was started with seed = 0, not 3"):
-        folder.update_recipe(load_recipe(overrides=["seed=3"]))
-    assert folder.update_recipe(load_recipe(overrides=["steps=300"])) == ["steps = 300 (was 200)"]
+        folder.changes(load_recipe(overrides=["seed=3"]))
+    longer = load_recipe(overrides=["steps=300"])
+    assert folder.changes(longer) == ["steps = 300 (was 200)"]
+    folder.update_recipe(longer)
     assert load_recipe(folder.path / "config.toml").steps == 300
     assert load_recipe(folder.path / "config.previous.toml").steps == 200
 
@@ -180,7 +182,8 @@ def test_a_killed_worker_ends_the_run_and_it_can_be_resumed(tmp_path: Path) -> N
     assert b"Traceback" not in stderr
     assert not _workers_of(process.pid)
     run = tmp_path / "calculator"
-    summary = train(load_recipe(run / "config.toml", ["steps=12"]), resume=run)
+    shorter = load_recipe(run / "config.toml", ["steps=12"])
+    summary = train(shorter, resume=run, accept_changes=True)
     assert summary.steps == 12
     steps = [r["step"] for r in read_metrics(run / "metrics.jsonl").records if "loss" in r]
     assert steps == list(range(1, 13))
@@ -193,6 +196,7 @@ def test_one_interrupt_saves_and_ends_with_130(tmp_path: Path) -> None:
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130
     assert b"estr train --resume" in stderr
-    (saved,) = (tmp_path / "calculator" / "checkpoints").iterdir()
+    start, saved = sorted((tmp_path / "calculator" / "checkpoints").iterdir())
+    assert verify(start)["step"] == 0
     assert verify(saved)["step"] >= 3
     assert json.loads((saved / "trainer.json").read_text())["step"] == verify(saved)["step"]

@@ -122,7 +122,7 @@ def recipe(steps: int) -> Recipe:
             "groups_per_step": GROUPS_PER_STEP,
             "group_size": GROUP_SIZE,
             "max_staleness": MAX_STALENESS,
-            "rollout": {"timeout_s": 2.0, "step_timeout_s": 0.5, "max_failed_groups": 10_000},
+            "rollout": {"timeout_s": 20.0, "step_timeout_s": 5.0, "max_failed_groups": 10_000},
             "sampling": {"max_tokens": 256, "max_new_tokens": 20},
             "checkpoint": {"every_s": 20.0},
         }

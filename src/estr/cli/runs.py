@@ -14,7 +14,13 @@ from .options import run_folder, runs_option
 
 @click.group()
 def runs() -> None:
-    """Check a run, or compare two, from their files."""
+    """Check a run, or compare two, from their files.
+
+    \b
+    Examples:
+      estr runs verify calculator
+      estr runs diff once again
+    """
 
 
 @runs.command("verify")
