@@ -225,14 +225,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", choices=["builtin", "scripted"], help="one of the two runs")
     parser.add_argument("--keep", type=Path, help="keep the runs in this folder")
     options = parser.parse_args()
     rng = random.Random(options.seed)
     folder = options.keep or Path(tempfile.mkdtemp(prefix="estr-chaos-"))
     folder.mkdir(parents=True, exist_ok=True)
     tally = Tally()
-    builtin = options.kills // 5 or min(options.kills, 2)
-    chaos_builtin(folder, builtin, rng, tally)
+    builtin = {"builtin": options.kills, "scripted": 0}.get(options.only, options.kills // 5)
+    if builtin:
+        chaos_builtin(folder, builtin, rng, tally)
     chaos_scripted(folder, options.kills - builtin, rng, tally)
     print(json.dumps(asdict(tally)))
     if options.keep is None and not tally.faults:
