@@ -10,13 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chat_templates import CHATML
 from estr.chat import Codec
 from estr.errors import ConfigError, DataError
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 # A run of tool messages shares one wrapper, as in many published templates.
 SHARED_WRAPPER = (
     "{% for m in messages %}"
@@ -34,13 +31,17 @@ CHARACTERS = [chr(i) for i in range(32, 127)] + ["\n"]
 
 
 def make_tokenizer(
-    template: str | None = None, *, merges: tuple[tuple[str, str], ...] = (("1", "0"),)
+    template: str | None = None,
+    *,
+    merges: tuple[tuple[str, str], ...] = (("1", "0"),),
+    more: tuple[str, ...] = (),
 ) -> Any:
-    """Characters, the merges given, and a tokenizer that puts <bos> first unless told not to."""
+    """Characters, the merges given, `more` special tokens, and a tokenizer that puts <bos> first
+    unless told not to."""
     from tokenizers import Tokenizer, decoders, models, processors
     from transformers import PreTrainedTokenizerFast
 
-    tokens = [*SPECIAL, *CHARACTERS, *("".join(pair) for pair in merges)]
+    tokens = [*SPECIAL, *CHARACTERS, *("".join(pair) for pair in merges), *more]
     vocabulary = {token: i for i, token in enumerate(tokens)}
     inner = Tokenizer(models.BPE(vocabulary, merges=list(merges), unk_token="<unk>"))
     inner.decoder = decoders.Fuse()
@@ -53,7 +54,7 @@ def make_tokenizer(
         unk_token="<unk>",
         bos_token="<bos>",
         eos_token="<|im_end|>",
-        additional_special_tokens=["<|im_start|>"],
+        additional_special_tokens=["<|im_start|>", *more],
     )
     tokenizer.chat_template = template
     return tokenizer

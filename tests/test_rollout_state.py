@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estr.engine import Request, ScriptedEngine
@@ -49,6 +49,7 @@ def drawn(ids: list[int], version: int = 3, *, gini: bool = True, reason=None) -
 
 
 @given(st.lists(st.tuples(st.booleans(), st.lists(st.integers(0, 99), max_size=5)), max_size=6))
+@settings(deadline=None)
 def test_segments_come_back_from_the_pool_as_they_went_in(parts) -> None:
     segments = [
         drawn(ids, gini=False, reason="stop") if sampled else Segment.context(ids)

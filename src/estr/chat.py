@@ -1,25 +1,30 @@
 """The one place where texts and messages become token ids and back.
 
-    prompt ------ encode_prompt ------> ids            the rollout's first context
-    drawn ids --- decode -------------> text           what the environment is shown
-    observation - encode_observation -> ids            appended behind the drawn ids
+    prompt ------ Transcript ---------> ids        the rollout's first context
+    drawn ids --- Codec.decode -------> text       what the environment is shown
+    observation - Transcript.extend --> ids        appended behind the drawn ids, or, where the
+                                                   template rewrote them, a new segment's context
 
 Drawn ids are only ever appended to, never encoded again: a tokenizer need not give back the ids
-that a model drew, and log-probs belong to ids. `Codec` works on any Hugging Face tokenizer; this
-module itself imports none of it.
+that a model drew, and log-probs belong to ids. Where a chat template renders what came before in
+another way once more messages follow (it drops old thinking, it moves the system message), nothing
+can be appended: a new segment starts with the whole conversation as context, so that no drawn token
+stands in two segments as drawn. `Codec` works on any Hugging Face tokenizer; this module itself
+imports none of it.
 """
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
 
 from .environment import Message, Prompt
 from .errors import ConfigError, DataError
 
-_STAND_IN = "(assistant turn)"
-"""Stands for what the model wrote when a template renders the messages that follow it."""
+_MARK = "\N{LEFT CEILING}turn%d\N{RIGHT CEILING}"
+"""Ends what the model wrote while a template renders it; numbered so that no message holds it."""
 
 
 class Codec:
@@ -32,7 +37,7 @@ class Codec:
         """Text as it stands, no special token added; messages through the chat template, up to
         where the assistant speaks; ids as they are. Raises DataError if there is no template."""
         if _is_messages(prompt):
-            return self._encode(self._render(cast("Sequence[Message]", prompt)))
+            return self.encode(self.render(cast("Sequence[Message]", prompt)))
         return self._ids(prompt)
 
     def encode_observation(self, observation: Prompt, last_id: int | None = None) -> list[int]:
@@ -46,12 +51,27 @@ class Codec:
         """
         if not _is_messages(observation):
             return self._ids(observation)
-        turn = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _STAND_IN}]
-        text = self._render([*turn, *cast("Sequence[Message]", observation)])
-        _, there, behind = text.partition(_STAND_IN)
+        asked: list[Message] = [{"role": "user", "content": "?"}]
+        _, behind = self.render_around(asked, "", cast("Sequence[Message]", observation))
+        return self.encode_behind(behind, last_id)
+
+    def render_around(
+        self, messages: Sequence[Message], text: str, observation: Sequence[Message]
+    ) -> tuple[str, str]:
+        """(all up to the end of the turn `text`, all behind it) as the template renders the
+        messages, that turn and the observation. Raises DataError if the turn does not show."""
+        contents = str([text, *messages, *observation])
+        mark = next(m for m in (_MARK % i for i in range(len(contents) + 1)) if m not in contents)
+        turn = {"role": "assistant", "content": text + mark}
+        before, there, behind = self.render([*messages, turn, *observation]).partition(mark)
         if not there:
             raise DataError("the chat template drops what the assistant said; it cannot be used")
-        ids = self._encode(behind)
+        return before, behind
+
+    def encode_behind(self, behind: str, last_id: int | None = None) -> list[int]:
+        """Ids of what is rendered behind a turn; without the turn's own last id, where the template
+        ends turns in it (None: in the tokenizer's end of text)."""
+        ids = self.encode(behind)
         last_id = self._tokenizer.eos_token_id if last_id is None else last_id
         return ids[1:] if ids[:1] == [last_id] else ids
 
@@ -63,13 +83,14 @@ class Codec:
         return text
 
     def resolve_stops(self, stop: Sequence[str]) -> tuple[int, ...]:
-        """Ids that end a turn: one for each text of `stop`, then the tokenizer's end of text.
+        """Ids that end a turn: one for each text of `stop`, then the tokenizer's end of text, then
+        the special token in which the chat template ends a turn (some models have another there).
 
         Raises ConfigError naming a text that is not exactly one token of this tokenizer.
         """
         found: list[int] = []
         for text in stop:
-            ids = self._encode(text)
+            ids = self.encode(text)
             if len(ids) != 1 or ids[0] == self._tokenizer.unk_token_id:
                 raise ConfigError(
                     f"the task's stop text {text!r} is {len(ids)} tokens of this model ({ids}), "
@@ -78,11 +99,22 @@ class Codec:
             found += ids
         if self._tokenizer.eos_token_id is not None:
             found.append(self._tokenizer.eos_token_id)
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys([*found, *self._turn_end()]))
+
+    def _turn_end(self) -> list[int]:
+        """The special token that the chat template puts behind a turn, if there is one."""
+        asked: list[Message] = [{"role": "user", "content": "?"}]
+        try:
+            _, behind = self.render_around(asked, "", asked)
+        except DataError:
+            return []
+        ids = self.encode(behind)[:1]
+        known = self._tokenizer.added_tokens_decoder
+        return [i for i in ids if i in known and known[i].special]
 
     def _ids(self, prompt: Prompt) -> list[int]:
         if isinstance(prompt, str):
-            return self._encode(prompt)
+            return self.encode(prompt)
         try:
             return [operator.index(token) for token in cast("Sequence[int]", prompt)]
         except TypeError as error:
@@ -90,11 +122,13 @@ class Codec:
                 f"a prompt is text, token ids or chat messages, not {prompt!r:.80}"
             ) from error
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """Ids of a rendered text, no special token added."""
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
-    def _render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message]) -> str:
+        """The messages up to where the assistant speaks. Raises DataError."""
         from jinja2 import TemplateError
 
         try:
@@ -103,12 +137,80 @@ class Codec:
                 tokenize=False,
                 add_generation_prompt=True,
             )
-        except (TemplateError, ValueError) as error:
+        except (TemplateError, ValueError, TypeError) as error:
             raise DataError(
                 f"the model's chat template cannot render these messages: {error}; "
                 "a task for models without a chat template gives text or token ids"
             ) from error
         return text
+
+
+class Encoding(Protocol):
+    """What a rollout asks of a codec; the last four only where a prompt is messages."""
+
+    def encode_prompt(self, prompt: Prompt) -> list[int]: ...
+
+    def encode_observation(self, observation: Prompt, last_id: int | None) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_behind(self, behind: str, last_id: int | None) -> list[int]: ...
+
+    def render(self, messages: Sequence[Message]) -> str: ...
+
+    def render_around(
+        self, messages: Sequence[Message], text: str, observation: Sequence[Message]
+    ) -> tuple[str, str]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Extension:
+    """Context behind a turn. rewritten: it is the whole conversation, and starts a segment."""
+
+    ids: list[int]
+    rewritten: bool = False
+
+
+class Transcript:
+    """The conversation of one rollout; `ids` is its first context.
+
+    It is a pure function of prompt, turns and observations, so a resumed rollout makes it again by
+    playing them. An observation of another kind than the prompt (text behind messages) is appended
+    as it stands, and so is all that follows.
+    """
+
+    def __init__(self, codec: Encoding, prompt: Prompt) -> None:
+        self._codec = codec
+        self._messages: list[Message] | None = None
+        self._rendered = ""
+        if _is_messages(prompt):
+            self._messages = list(cast("Sequence[Message]", prompt))
+            self._rendered = codec.render(self._messages)
+            self.ids = codec.encode(self._rendered)
+        else:
+            self.ids = codec.encode_prompt(prompt)
+
+    def extend(self, text: str, last_id: int, observation: Prompt) -> Extension:
+        """What the model reads after the turn `text`, whose last id is last_id. Raises DataError if
+        the template cannot render it."""
+        if self._messages is None or not _is_messages(observation):
+            self._messages = None
+            return Extension(self._codec.encode_observation(observation, last_id))
+        observed = cast("Sequence[Message]", observation)
+        before, behind = self._codec.render_around(self._messages, text, observed)
+        written = self._rendered + text
+        self._messages += [{"role": "assistant", "content": text}, *observed]
+        self._rendered = self._codec.render(self._messages)
+        # Templates trim and pad what was said; that alone is no other history.
+        if _without_spaces(before) == _without_spaces(written):
+            return Extension(self._codec.encode_behind(behind, last_id))
+        return Extension(self._codec.encode(self._rendered), rewritten=True)
+
+
+def _without_spaces(text: str) -> str:
+    return "".join(text.split())
 
 
 def _is_messages(prompt: Prompt) -> bool:

@@ -7,8 +7,10 @@
 
 `run_rollout` is the one boundary where failures become data: whatever the environment, the grader
 or the engine raises ends in a trajectory with a status and without a reward. Sampled ids are only
-ever appended to, never encoded again. What a checkpoint saved of a rollout (`RolloutState`) is gone
-on with: its turns are played to a fresh environment, which must answer as it did before.
+ever appended to, never encoded again; where a chat template rewrites what came before, they stay in
+the segment that they were drawn in, and a new segment begins (`estr.chat`). What a checkpoint saved
+of a rollout (`RolloutState`) is gone on with: its turns are played to a fresh environment, which
+must answer as it did before.
 Then: `buffer` -> `batch` -> `trainer` -> `losses`.
 """
 
@@ -19,10 +21,11 @@ import math
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
+from .chat import Encoding, Transcript
 from .engine import Engine, Request
-from .environment import Action, Environment, Prompt, Reply, Task
+from .environment import Action, Environment, Reply, Task
 from .errors import EngineError, EnvError, GraderError, WorkerError
 from .options.run import RolloutOptions
 from .rollout_state import RolloutState, pack_reply
@@ -31,23 +34,13 @@ from .types import RolloutId, SamplingSettings, Segment, Status, Trajectory
 T = TypeVar("T")
 
 
-class Codec(Protocol):
-    """What a rollout asks of `estr.chat.Codec`."""
-
-    def encode_prompt(self, prompt: Prompt) -> list[int]: ...
-
-    def encode_observation(self, observation: Prompt, last_id: int | None) -> list[int]: ...
-
-    def decode(self, token_ids: list[int]) -> str: ...
-
-
 @dataclass(frozen=True, slots=True)
 class RolloutSetting:
     """What all rollouts of a run share. `started_at` is the monotonic time of the run's start."""
 
     engine: Engine
     task: Task
-    codec: Codec
+    codec: Encoding
     sampling: SamplingSettings
     limits: RolloutOptions
     split: str = "train"
@@ -101,7 +94,7 @@ async def run_rollout(
         id=rollout_id,
         task=setting.task.name,
         problem=problem,
-        segments=(Segment.join(state.parts),),
+        segments=state.segments(),
         turns=tuple(state.turns),
         sampling=setting.sampling,
         status=status,
@@ -135,28 +128,33 @@ async def _run(
     environment = setting.task.make(setting.split, problem)
     try:
         if state.parts:
-            await _restore(setting, environment, state)
+            transcript = await _restore(setting, environment, state)
         else:
-            state.parts.append(Segment.context(await _prompt(setting, environment)))
-        return await _play(setting, environment, state, rollout_id, deadline_version)
+            transcript = await _begin(setting, environment)
+            state.add_context(transcript.ids, setting.sampling.max_tokens)
+        return await _play(setting, environment, transcript, state, rollout_id, deadline_version)
     finally:
         await _limited(environment.close(), setting.limits.step_timeout_s, "close")
 
 
-async def _prompt(setting: RolloutSetting, environment: Environment) -> list[int]:
+async def _begin(setting: RolloutSetting, environment: Environment) -> Transcript:
     prompt = await _limited(environment.start(), setting.limits.step_timeout_s, "start")
-    ids = setting.codec.encode_prompt(prompt)
-    if not ids:
+    transcript = Transcript(setting.codec, prompt)
+    if not transcript.ids:
         raise EnvError("the prompt is empty: a model needs at least one token to go on from")
-    return ids
+    return transcript
 
 
-async def _restore(setting: RolloutSetting, environment: Environment, state: RolloutState) -> None:
+async def _restore(
+    setting: RolloutSetting, environment: Environment, state: RolloutState
+) -> Transcript:
     """Play the saved turns to a fresh environment. Raises _NotRestored unless it asks the same and
     answers the same; where no turn was answered yet, the prompt alone decides."""
     if state.replies and not environment.restorable:
         raise _NotRestored
-    if await _prompt(setting, environment) != state.parts[0].token_ids.tolist():
+    transcript = await _begin(setting, environment)
+    read = transcript.ids[: setting.sampling.max_tokens]
+    if read != state.parts[0].token_ids.tolist():
         raise _NotRestored
     for drawn, saved in zip(state.written(), state.replies, strict=False):
         action = _action(setting.codec, drawn, setting.sampling)
@@ -164,11 +162,15 @@ async def _restore(setting: RolloutSetting, environment: Environment, state: Rol
         _check_reply(reply)
         if pack_reply(reply) != pack_reply(saved):
             raise _NotRestored
+        if saved.observation is not None:
+            transcript.extend(action.text, action.token_ids[-1], saved.observation)
+    return transcript
 
 
 async def _play(
     setting: RolloutSetting,
     environment: Environment,
+    transcript: Transcript,
     state: RolloutState,
     rollout_id: RolloutId,
     deadline_version: int,
@@ -187,12 +189,13 @@ async def _play(
         reply = await _limited(environment.step(action), limits.step_timeout_s, "step")
         state.environment_s += time.monotonic() - clock
         _check_reply(reply)
+        read = None
+        if reply.observation is not None:
+            read = transcript.extend(action.text, action.token_ids[-1], reply.observation)
         # Reply and what is read of it together: a checkpoint sees both or neither.
         state.replies.append(reply)
-        if reply.observation is not None:
-            ids = setting.codec.encode_observation(reply.observation, int(drawn.token_ids[-1]))
-            if ids:
-                state.parts.append(Segment.context(ids))
+        if read is not None:
+            state.add_context(read.ids, setting.sampling.max_tokens, new_segment=read.rewritten)
     if not state.ended:
         return "truncated"
     return "ok" if state.turns[-1].finish_reason == "stop" else "truncated"
@@ -235,7 +238,7 @@ def _check_reply(reply: object) -> None:
             raise GraderError(f"{name} must be a finite number, not {value!r:.80}")
 
 
-def _action(codec: Codec, drawn: Segment, sampling: SamplingSettings) -> Action:
+def _action(codec: Encoding, drawn: Segment, sampling: SamplingSettings) -> Action:
     ids = [int(token) for token in drawn.token_ids]
     shown = ids[:-1] if ids and ids[-1] in sampling.stop_token_ids else ids
     reason = drawn.finish_reason or "abort"

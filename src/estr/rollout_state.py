@@ -38,12 +38,14 @@ Columns = dict[str, npt.NDArray[Any]]
 class RolloutState:
     """A trajectory while it grows.
 
-    parts: context and drawn turns, in order. replies: the environment's answers, one for each
-    answered turn. drawn: what an engine had drawn of the turn in progress when the state was
-    saved; the engine goes on from it. num_restarts: how often a resume had to begin it anew.
+    parts: context and drawn turns, in order. starts: which of them begin a segment. replies: the
+    environment's answers, one for each answered turn. drawn: what an engine had drawn of the turn
+    in progress when the state was saved; the engine goes on from it. num_restarts: how often a
+    resume had to begin it anew.
     """
 
     parts: list[Segment] = field(default_factory=list)
+    starts: list[int] = field(default_factory=lambda: [0])
     turns: list[Turn] = field(default_factory=list)
     replies: list[Reply] = field(default_factory=list)
     drawn: Segment | None = None
@@ -66,23 +68,45 @@ class RolloutState:
         return bool(self.replies) and self.replies[-1].observation is None
 
     def history(self) -> Int32Array:
-        """All token ids so far."""
-        return np.concatenate([part.token_ids for part in self.parts])
+        """The token ids that the next turn goes on from: those of the last segment."""
+        return np.concatenate([part.token_ids for part in self.parts[self.starts[-1] :]])
+
+    def segments(self) -> tuple[Segment, ...]:
+        """The parts joined, one segment for each start."""
+        stops = [*self.starts[1:], len(self.parts)]
+        return tuple(
+            Segment.join(self.parts[start:stop])
+            for start, stop in zip(self.starts, stops, strict=True)
+        )
 
     def written(self) -> list[Segment]:
         """What the model wrote, one segment a turn."""
         return [part for part in self.parts if part.finish_reason is not None]
 
+    def add_context(
+        self, token_ids: Sequence[int], max_tokens: int, *, new_segment: bool = False
+    ) -> None:
+        """What the model reads next, as far as a trajectory of max_tokens has room: what does not
+        fit ends the rollout before it is read."""
+        ids = token_ids[: max(0, max_tokens - self.num_tokens)]
+        if not ids and self.parts:
+            return
+        if new_segment:
+            self.starts.append(len(self.parts))
+        self.parts.append(Segment.context(ids))
+
     def add_turn(self, drawn: Segment) -> None:
         """A turn that the engine has finished."""
-        start = self.num_tokens
+        start = sum(len(part) for part in self.parts[self.starts[-1] :])
         self.parts.append(drawn)
         self.drawn = None
-        self.turns.append(Turn(0, start, start + len(drawn), drawn.finish_reason or "abort"))
+        reason = drawn.finish_reason or "abort"
+        self.turns.append(Turn(len(self.starts) - 1, start, start + len(drawn), reason))
 
     def restart(self) -> None:
         """Forget everything but the number of restarts."""
-        self.parts, self.turns, self.replies, self.drawn = [], [], [], None
+        self.parts, self.starts, self.turns, self.replies = [], [0], [], []
+        self.drawn = None
         self.num_restarts += 1
 
     def oldest_version(self) -> int | None:
@@ -136,6 +160,7 @@ def pack_state(state: RolloutState, drawn: Segment | None, pool: SegmentPool) ->
     """A growing rollout as JSON data. drawn: the turn in progress, from the engine's snapshot."""
     return {
         "parts": [pool.add(part) for part in state.parts],
+        "starts": state.starts,
         "turns": [list(turn) for turn in state.turns],
         "replies": [pack_reply(reply) for reply in state.replies],
         "drawn": None if drawn is None or not len(drawn) else pool.add(drawn),
@@ -150,6 +175,7 @@ def unpack_state(data: Mapping[str, Any], pool: SegmentPool) -> RolloutState:
     try:
         return RolloutState(
             parts=[pool.get(part) for part in data["parts"]],
+            starts=[int(start) for start in data["starts"]],
             turns=[Turn(*turn) for turn in data["turns"]],
             replies=[unpack_reply(reply) for reply in data["replies"]],
             drawn=None if data["drawn"] is None else pool.get(data["drawn"]),
@@ -164,6 +190,8 @@ def unpack_state(data: Mapping[str, Any], pool: SegmentPool) -> RolloutState:
 def pack_reply(reply: Reply) -> dict[str, Any]:
     """An environment's answer as JSON data."""
     data: dict[str, Any] = msgspec.to_builtins(reply)
+    if isinstance(data["observation"], tuple):  # as it comes back from JSON, so that both are equal
+        data["observation"] = list(data["observation"])
     return data
 
 

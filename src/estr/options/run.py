@@ -29,7 +29,8 @@ class SamplingOptions:
     max_new_tokens: int = 64
     """Budget of one turn, tokens."""
     max_tokens: int = 512
-    """Budget of a whole trajectory, prompt and tool output included, tokens."""
+    """Budget of a whole trajectory, prompt and tool output included, tokens; what a chat template
+    makes the model read again in a new segment counts again."""
 
     def __post_init__(self) -> None:
         require_positive("temperature", self.temperature)
