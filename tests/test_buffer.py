@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import pickle
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
@@ -520,3 +521,62 @@ def test_generation_and_training_overlap_only_where_staleness_allows_it() -> Non
 
     assert play(duration(0)) == pytest.approx(20.0)
     assert play(duration(1)) == pytest.approx(11.0)
+
+
+# Dynamic sampling
+
+
+def test_groups_that_teach_nothing_leave_f_and_the_bound_holds_checks_30_and_31() -> None:
+    groups = Groups(1, 0, steps=3)
+    buffer = Buffer(groups, max_filtered=2)
+    flat, other = start(groups), None
+    assert not groups.can_dispatch(0), "B = 1, no staleness: the lease is taken"
+    add(buffer, flat, 0.0, 0.0)
+    assert flat.state == "filtered"
+    assert groups.can_dispatch(0), "and free again"
+    other = start(groups)
+    add(buffer, other, 1.0, 0.0)
+    assert other.state == "finished"
+    ((taken,),) = buffer.take(0) or []
+    assert (taken.id, len(taken.trajectories)) == (other.id, 2), "a group is kept whole"
+    assert groups.counters["filtered"] == {"no_advantage": 1}
+
+
+def test_the_tries_are_bounded_then_what_there_is_is_trained_check_31() -> None:
+    groups = Groups(1, 0, steps=3)
+    buffer = Buffer(groups, max_filtered=3)
+    for version in (0, 1):
+        states = []
+        while not (batch := buffer.take(version)):
+            group = start(groups, version)
+            add(buffer, group, 0.0, 0.0)
+            states.append(group.state)
+            assert len(states) <= 4
+        assert len(states) == 4, "three tries for each batch"
+        assert batch[0][0].advantages == (0.0, 0.0)
+
+
+def test_shaped_rewards_do_not_save_a_group_check_25() -> None:
+    groups = Groups(2, 0, steps=3)
+    buffer = Buffer(groups, max_filtered=9)
+    group = start(groups)
+    members = [trajectory(group, i) for i in range(4)]
+    members[2] = dataclasses.replace(members[2], reward=0.8)
+    buffer.add(group.id, members)
+    assert group.state == "filtered"
+    by_reward = Buffer(groups, variance_of="reward", max_filtered=9)
+    group = start(groups)
+    members = [trajectory(group, i) for i in range(4)]
+    members[2] = dataclasses.replace(members[2], reward=0.8)
+    by_reward.add(group.id, members)
+    assert group.state == "finished"
+
+
+def test_nothing_is_given_up_by_default_or_when_the_data_has_ended() -> None:
+    groups = Groups(2, 0, steps=3)
+    one = start(groups)
+    add(Buffer(groups), one, 1.0, 1.0)
+    two = start(groups)
+    groups.close()
+    add(Buffer(groups, max_filtered=9), two, 1.0, 1.0)
+    assert (one.state, two.state) == ("finished", "finished")

@@ -263,3 +263,38 @@ async def test_stop_saves_a_checkpoint_and_resume_trains_each_group_once(tmp_pat
     consumed = trainer.consumed + second.consumed
     assert again.step == 30
     assert sorted(consumed) == list(range(60)), "each group exactly once"
+
+
+class HardTask(CoinTask):
+    """Every other problem is solved by nobody."""
+
+    def make(self, split: str, index: int) -> ScriptedEnvironment:
+        outcome = 0.0 if index % 2 else next(self._coin)
+        return ScriptedEnvironment("12", [Reply(outcome=outcome)])
+
+
+@pytest.mark.parametrize("max_staleness", [0, 2])
+async def test_dynamic_sampling_trains_on_groups_that_teach(
+    tmp_path: Path, max_staleness: int
+) -> None:
+    the_recipe = recipe(steps=8, max_staleness=max_staleness, rollout={"max_filtered_groups": 100})
+    loop, trainer = build(tmp_path, the_recipe, task=HardTask())
+    await finish(loop)
+    assert trainer.step == 8
+    assert len(set(trainer.consumed)) == 16
+    assert all(group % 2 == 0 for group in trainer.consumed)
+    assert max(trainer.staleness) <= max_staleness
+    assert loop.totals.to_row()["filtered_groups"] >= 15
+
+
+async def test_a_task_that_nobody_solves_ends_all_the_same_check_31(tmp_path: Path) -> None:
+    class Impossible(CoinTask):
+        def make(self, split: str, index: int) -> ScriptedEnvironment:
+            self.made.append(index)
+            return ScriptedEnvironment("12", [Reply(outcome=0.0)])
+
+    the_recipe = recipe(steps=2, max_staleness=0, rollout={"max_filtered_groups": 3})
+    loop, trainer = build(tmp_path, the_recipe, task=Impossible())
+    await finish(loop)
+    assert trainer.step == 2
+    assert loop.totals.to_row()["filtered_groups"] <= 6

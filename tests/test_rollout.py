@@ -209,3 +209,63 @@ async def test_an_empty_prompt_is_refused() -> None:
     trajectory = await play(parts)
     assert trajectory.status == "env_error"
     assert "prompt is empty" in (trajectory.error or "")
+
+
+def drawn_tokens(count: int, *, ended: bool = True) -> list[list[int]]:
+    return [[5] * (count - ended) + [STOP] * ended]
+
+
+@pytest.mark.parametrize(
+    ("count", "ended", "penalty"),
+    [(4, True, 0.0), (6, True, 0.0), (7, True, 0.125), (9, True, 0.375), (10, False, 0.5)],
+)
+async def test_overlong_rollouts_lose_reward_little_by_little(count, ended, penalty) -> None:
+    """DAPO's soft overlong punishment: budget 10, the last 4 tokens of it cost up to 0.5."""
+    parts, _, _ = setting(
+        [Reply(outcome=1.0)],
+        drawn_tokens(count, ended=ended),
+        sampling=SamplingSettings(max_new_tokens=10, max_tokens=100, stop_token_ids=(STOP,)),
+        overlong_buffer=4,
+        overlong_penalty=0.5,
+    )
+    trajectory = await play(parts)
+    assert trajectory.reward == pytest.approx(1.0 - penalty)
+    assert trajectory.outcome == 1.0, "the outcome is what the task says, check 25"
+    shown = {"outcome": 1.0, "overlong": -penalty} if penalty else {}
+    assert trajectory.rewards == pytest.approx(shown)
+
+
+async def test_the_budget_of_the_whole_trajectory_counts_too() -> None:
+    parts, _, _ = setting(
+        [Reply(outcome=1.0, rewards={"answer": 2.0})],
+        drawn_tokens(6),
+        sampling=SamplingSettings(max_new_tokens=100, max_tokens=10, stop_token_ids=(STOP,)),
+        overlong_buffer=4,
+    )
+    trajectory = await play(parts)  # 2 read, 6 written: room for 2 more
+    assert trajectory.rewards == {"answer": 2.0, "overlong": -0.5}
+    assert trajectory.reward == 1.5
+
+
+async def test_no_buffer_is_no_penalty_check_96() -> None:
+    parts, _, _ = setting(
+        [Reply(outcome=1.0)],
+        drawn_tokens(10, ended=False),
+        sampling=SamplingSettings(max_new_tokens=10, max_tokens=100, stop_token_ids=(STOP,)),
+        overlong_buffer=0,
+    )
+    assert (await play(parts)).reward == 1.0
+
+
+async def test_what_has_no_reward_gets_no_penalty() -> None:
+    parts, _, _ = setting([Reply(outcome=None)], drawn_tokens(4), overlong_buffer=4)
+    trajectory = await play(parts)
+    assert (trajectory.reward, trajectory.rewards) == (None, {})
+
+
+@pytest.mark.parametrize(
+    "bad", [{"overlong_buffer": -1}, {"overlong_penalty": 0.0}, {"overlong_penalty": float("nan")}]
+)
+def test_bad_overlong_options_are_refused(bad) -> None:
+    with pytest.raises(ValueError, match=next(iter(bad))):
+        RolloutOptions(**bad)

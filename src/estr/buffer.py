@@ -1,7 +1,8 @@
 """The buffer between rollouts and trainer: finished groups in, batches out.
 
     rollouts --add--> running group -> finished --take--> mini-batches of TrainingGroup --> trainer
-                                    `-> failed   (fewer than two members could be scored)
+                                    |-> failed   (fewer than two members could be scored)
+                                    `-> filtered (no advantage in it, where that is asked for)
 
 `Groups` keeps the accounts and decides what may be taken; the buffer brings in the trajectories,
 computes advantages, waits, and checks the bound once more on the versions really recorded.
@@ -59,34 +60,46 @@ class StepResult:
 
 class Buffer:
     """Finished groups on their way to the trainer. Used from one event loop; it takes over
-    `groups.on_change` to wake whoever waits."""
+    `groups.on_change` to wake whoever waits. max_filtered: how many groups without an advantage
+    may be given up between two batches (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2)."""
 
     def __init__(
         self,
         groups: Groups,
         advantage: AdvantageKind = "grpo",
         variance_of: VarianceOf = "outcome",
+        *,
+        max_filtered: int = 0,
     ) -> None:
         self.groups = groups
         self._advantage: AdvantageKind = advantage
         self._variance_of: VarianceOf = variance_of
+        self._max_filtered = max_filtered
+        self._num_filtered = 0
         self._changed = asyncio.Event()
         self._num_added = 0
         groups.on_change = self._changed.set
 
     def add(self, group_id: int, trajectories: Sequence[Trajectory]) -> None:
         """The running group has ended: it finishes, or fails if fewer than two of its members
-        could be scored, and its problem is then dispatched again.
+        could be scored, and its problem is then dispatched again. A finished one that would teach
+        nothing is filtered, as long as there are problems left and max_filtered allows it; it
+        leaves F, so the next problem takes its place.
 
         Raises GroupsError if the group is not running or the trajectories are not its own, each
         member once; NumericsError on a reward that is not finite.
         """
         group = self.groups[group_id]
         _require_own(group, trajectories)
-        scored = [a is not None for a in self._advantages(trajectories)]
+        advantages = self._advantages(trajectories)
+        scored = [a is not None for a in advantages]
         if sum(scored) >= MIN_SCORED:
             self._num_added += 1
             self.groups.finish(group, trajectories)
+            spare = self._num_filtered < self._max_filtered and not self.groups.closed
+            if spare and not any(advantages):
+                self._num_filtered += 1
+                self.groups.filter(group, "no_advantage")
             return
         lost = Counter(
             "unscored" if t.status in SCORED_STATUSES else t.status
@@ -114,6 +127,7 @@ class Buffer:
             for trajectory in group.trajectories:
                 _check_versions(trajectory, group, target, self.groups.max_staleness)
         self.groups.consume(batch, version)
+        self._num_filtered = 0
         taken = [
             TrainingGroup(
                 group.id,

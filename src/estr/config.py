@@ -112,6 +112,11 @@ class Recipe:
             "was kept in them of older versions could not be rebuilt",
         )
         require(
+            not (self.deterministic and self.rollout.max_filtered_groups),
+            "deterministic = true needs rollout.max_filtered_groups = 0: which groups are given up "
+            "depends on the order in which they finish, which a schedule does not hold",
+        )
+        require(
             self.sampling.max_new_tokens <= self.sampling.max_tokens,
             f"sampling.max_new_tokens = {self.sampling.max_new_tokens} exceeds "
             f"sampling.max_tokens = {self.sampling.max_tokens}",

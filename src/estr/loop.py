@@ -91,7 +91,12 @@ class Loop:
             steps=recipe.steps,
             steps_per_batch=recipe.num_minibatches,
         )
-        self.buffer = Buffer(self.groups, recipe.loss.advantage, recipe.loss.variance_of)
+        self.buffer = Buffer(
+            self.groups,
+            recipe.loss.advantage,
+            recipe.loss.variance_of,
+            max_filtered=recipe.rollout.max_filtered_groups,
+        )
         self.step = 0
         self.version = 0
         self.totals = Metrics()
@@ -216,8 +221,11 @@ class Loop:
         del self._group_tasks[group.id]
         self._members.end(group.id)
         self.buffer.add(group.id, trajectories)
-        if group.state == "finished":
+        if group.state != "failed":
             self._failed_in_a_row = 0
+            if group.state == "filtered":
+                self.schedule.note("filter", group=group.id)
+                self.totals.add_sum("filtered_groups", 1.0)
         else:
             self.schedule.note("fail", group=group.id)
             self._note_failure(group, trajectories)

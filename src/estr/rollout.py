@@ -90,6 +90,9 @@ async def run_rollout(
         status, error = "env_error", f"{type(failure).__name__}: {failure}"
     reply = state.replies[-1] if state.ended else None
     outcome, rewards, reward = _score(setting.task, status, reply)
+    if reward is not None and (penalty := _overlong_penalty(setting, state)):
+        rewards = {**(rewards or {"outcome": reward}), "overlong": -penalty}
+        reward -= penalty
     return Trajectory(
         id=rollout_id,
         task=setting.task.name,
@@ -267,3 +270,19 @@ def _score(
     if status in ("truncated", "timeout"):
         return task.unfinished_outcome, {}, task.unfinished_outcome
     return None, {}, None
+
+
+def _overlong_penalty(setting: RolloutSetting, state: RolloutState) -> float:
+    """What a rollout loses for coming near the end of its budget: nothing while more than
+    rollout.overlong_buffer tokens could still have been drawn, everything where none could.
+
+    DAPO (arXiv 2503.14476), equation 13, on the budget of the last turn and of the trajectory,
+    whichever ends first.
+    """
+    limits, sampling = setting.limits, setting.sampling
+    if not limits.overlong_buffer or not state.turns:
+        return 0.0
+    _, start, stop, _ = state.turns[-1]
+    left = min(sampling.max_new_tokens - (stop - start), sampling.max_tokens - state.num_tokens)
+    used = 1.0 - max(0, left) / limits.overlong_buffer
+    return limits.overlong_penalty * max(0.0, used)

@@ -29,6 +29,7 @@ class Verdict:
     groups: int = 0
     consumed: int = 0
     failed: int = 0
+    filtered: int = 0
     outstanding: int = 0
     resumes: int = 0
     lost: int = 0
@@ -64,14 +65,17 @@ def _check_groups(events: Sequence[Event], verdict: Verdict) -> None:
     ids = Counter(event["group"] for event in dispatched)
     trained = Counter(group for event in _of(events, "train") for group in event["groups"])
     failed = Counter(event["group"] for event in _of(events, "fail"))
+    filtered = Counter(event["group"] for event in _of(events, "filter"))
     verdict.groups, verdict.consumed = len(ids), len(trained)
-    verdict.failed = len(failed)
-    gone = trained + failed
+    verdict.failed, verdict.filtered = len(failed), len(filtered)
+    gone = trained + failed + filtered
     verdict.outstanding = len(set(ids) - set(gone))
     twice = sorted(group for group, count in gone.items() if count > 1)
     verdict.doubled = len(twice)
     for group in twice[:8]:
-        verdict.faults.append(f"group {group} left {gone[group]} times: trained or failed twice")
+        verdict.faults.append(
+            f"group {group} left {gone[group]} times: trained, failed or filtered twice"
+        )
     unknown = sorted(set(gone) - set(ids))
     verdict.faults += [f"group {group} was trained, never dispatched" for group in unknown[:8]]
     missing = sorted(set(range(max(ids, default=-1) + 1)) - set(ids))

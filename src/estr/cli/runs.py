@@ -46,8 +46,8 @@ def verify(run: str, runs: Path, as_json: bool) -> None:
     else:
         click.echo(
             f"{verdict.run}: {verdict.steps} steps, {verdict.groups} groups dispatched, "
-            f"{verdict.consumed} trained on, {verdict.failed} failed, {verdict.outstanding} left; "
-            f"{verdict.resumes} resumes"
+            f"{verdict.consumed} trained on, {verdict.failed} failed, {verdict.filtered} filtered, "
+            f"{verdict.outstanding} left; {verdict.resumes} resumes"
         )
         for fault in verdict.faults:
             click.echo(f"error: {fault}", err=True)

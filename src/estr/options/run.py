@@ -134,11 +134,22 @@ class RolloutOptions:
     """How often a member is tried when engine, environment or grader fail."""
     max_failed_groups: int = 64
     """The run stops when this many groups in a row failed, since then something is broken."""
+    max_filtered_groups: int = 0
+    """Dynamic sampling (DAPO): groups that would teach nothing are given up and others dispatched
+    in their place, at most this many between two batches; 0: all are trained on."""
+    overlong_buffer: int = 0
+    """A rollout that comes nearer than this many tokens to the end of its budget loses reward, the
+    more the nearer (DAPO's soft overlong punishment); 0: none does. The outcome stays as it is."""
+    overlong_penalty: float = 1.0
+    """What one loses that has used up its budget."""
 
     def __post_init__(self) -> None:
         require_positive("timeout_s", self.timeout_s)
         require_positive("step_timeout_s", self.step_timeout_s)
         _at_least("max_attempts", self.max_attempts, 1)
+        _at_least("max_filtered_groups", self.max_filtered_groups, 0)
+        _at_least("overlong_buffer", self.overlong_buffer, 0)
+        require_positive("overlong_penalty", self.overlong_penalty)
         _at_least("max_failed_groups", self.max_failed_groups, 1)
 
 
