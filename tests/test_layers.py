@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "environment",
         "chat",
         "grading",
+        "math_grading",
         "functions",
         "records",
         "tools",

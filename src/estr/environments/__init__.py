@@ -28,6 +28,7 @@ TASKS: dict[str, str] = {
     "deep_search": "estr.environments.deep_search:DeepSearchTask",
     "gsm8k": "estr.environments.gsm8k:Gsm8kTask",
     "lookup": "estr.environments.lookup:LookupTask",
+    "math": "estr.environments.math_problems:MathTask",
 }
 """The shipped tasks: name -> "module:Class"."""
 
