@@ -12,6 +12,7 @@ from estr.environment import Action, Reply
 from estr.environments import build_task
 from estr.environments.browsecomp import decrypt, decrypt_record, encrypt, read_qrels
 from estr.environments.deep_search import DeepSearchOptions, DeepSearchTask, read_answer
+from estr.environments.judge import exact_match
 from estr.environments.search_data import read_set
 from estr.errors import ConfigError, DataError
 from estr.evaluation_records import RolloutRecord
@@ -83,6 +84,9 @@ def test_the_shipped_sets_are_whole_and_their_gold_answers_are_right(
     assert len({query.query_id for query in queries}) == 100
     assert all(query.evidence <= shipped.corpus.documents.keys() for query in queries)
     assert all(len(query.evidence) >= 2 for query in queries)
+    for query in queries:
+        said = read_answer(f"Exact Answer: {query.golds[0]}\nConfidence: 100%")
+        assert exact_match(said.answer, query.golds) == 1.0
     searched, graded = play(shipped, list(shipped.gold("test", 0)))
     assert read_of(searched).startswith("[")
     assert graded.outcome == 1.0
@@ -154,6 +158,7 @@ def test_without_documents_there_is_no_tool_to_read_them(folder: Path) -> None:
         ("Explanation: 【d1, d2】[d1]\nConfidence: 900", None, None, ("d1", "d2")),
         ("Nuthe", None, None, ()),
         ("Exact Answer:\nConfidence: 10%", None, 0.1, ()),
+        ("Confidence: 1000%", None, None, ()),
     ],
 )
 def test_the_three_lines(

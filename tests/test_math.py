@@ -136,7 +136,7 @@ def test_the_layouts_in_use_are_read(
     record: dict[str, object], test_file: str, tmp_path: Path
 ) -> None:
     train = write(tmp_path / "dapo.jsonl", record)
-    task = MathTask(MathOptions(train=train, test=test_file, mode="answer_line"))
+    task = MathTask(MathOptions(train=train, test=test_file, mode="answer_line", timeout_s=30))
     assert task.problem("train", 0).prompt == ({"role": "user", "content": DAPO},)
     assert "Add 7 and 9 {x}." in str(task.problem("test", 0).prompt)
     for reply, outcome in [
@@ -163,8 +163,8 @@ def test_records_that_cannot_be_graded_are_refused_or_dropped_check_94(
 ) -> None:
     train = write(tmp_path / "train.jsonl", {"problem": "1+1?", "answer": "2"}, bad)
     with pytest.raises(DataError, match="record 2"):
-        MathTask(MathOptions(train=train, test=test_file))
-    task = MathTask(MathOptions(train=train, test=test_file, bad_records="drop"))
+        MathTask(MathOptions(train=train, test=test_file, timeout_s=30))
+    task = MathTask(MathOptions(train=train, test=test_file, bad_records="drop", timeout_s=30))
     assert task.size("train") == 1
 
 

@@ -61,9 +61,10 @@ _EXAMPLE = (
 )
 """Made up for the prompt; in no corpus."""
 
-_ANSWER = re.compile(r"^[\s*_#>-]*exact answer[\s*_]*:[\s*_]*(.*?)[\s*_]*$", re.I | re.M)
+_LEAD = r"^[ \t*_#>-]*"
+_ANSWER = re.compile(rf"{_LEAD}exact answer[ \t*_]*:[ \t*_]*(.*?)[ \t*_]*$", re.I | re.M)
 _CONFIDENCE = re.compile(
-    r"^[\s*_#>-]*confidence[\s*_]*:[\s*_]*([0-9]{1,3}(?:\.[0-9]+)?)", re.I | re.M
+    rf"{_LEAD}confidence[ \t*_]*:[ \t*_]*([0-9]{{1,3}}(?:\.[0-9]+)?)(?![0-9])", re.I | re.M
 )
 _CITED = re.compile(r"[\[【]([^\[\]【】]{1,200})[\]】]")
 
