@@ -269,8 +269,7 @@ class MeasuringTask(ScriptedTask):
 
     def measures(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
         written = [reply for record in records for reply in record.replies]
-        assert len(set(written)) == 1
-        assert written[0].split() == setting([]).codec.decode([1, 2]).split()
+        assert set(written) == {"12"}
         return {"replies": len(written) / len(records)}
 
 
