@@ -238,6 +238,17 @@ def test_check_names_every_error_beyond_the_file(tmp_path: Path) -> None:
         assert any(what in error for error in findings.errors)
 
 
+def test_check_notes_a_model_that_is_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    findings = check_recipe(None, ["model=Owner/Some-7B"])
+    assert findings.errors == []
+    assert any("Owner/Some-7B is not on this machine" in note for note in findings.notes)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert len(check_recipe(None, ["model=folder/misspelt"]).errors) == 1
+
+
 def test_check_names_a_file_that_is_not_toml(tmp_path: Path) -> None:
     file = tmp_path / "torn.toml"
     file.write_text("steps = \n")

@@ -17,6 +17,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from estr.check import check_recipe
 from estr.cli import cli
 from estr.cli.options import find_recipe
 from estr.config import Recipe, load_recipe, recipe_from_table
@@ -165,6 +166,19 @@ def test_recipes_of_the_examples_load(block: Block) -> None:
 @pytest.mark.parametrize("path", sorted((ROOT / "recipes").glob("*.toml")), ids=lambda p: p.name)
 def test_shipped_recipes_load(path: Path) -> None:
     assert load_recipe(path).name
+
+
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "recipes" / "paper").glob("*.toml")), ids=lambda p: p.name
+)
+def test_recipes_at_the_size_of_the_paper_are_right(path: Path) -> None:
+    shipped = {
+        "dapo-math": ["task.train=deepscaler", "task.test=math500"],
+        "browsecomp-plus": ["task.data=hotpot", "task.password=", "task.num_test=40"],
+    }
+    for correction in ("estr", "none", "icepop", "kpop"):
+        overrides = [*shipped.get(path.stem, []), f"correction={correction}"]
+        assert check_recipe(path, overrides).errors == []
 
 
 # -- references ---------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from estr.evaluation import (
     evaluate,
     evaluate_model,
 )
-from estr.evaluation_records import open_rollouts, weights_digest
+from estr.evaluation_records import RolloutRecord, open_rollouts, weights_digest
 from estr.evaluation_result import compare
 from estr.models import load_model, save_model
 from estr.options.run import RolloutOptions
@@ -262,6 +262,24 @@ async def test_what_was_not_finished_does_not_vote() -> None:
     result = await evaluate(what, problems=[0], k=3, seed=0)
     assert result.failures == {"truncated": 2}
     assert result.majority_at_k == 1.0, "one vote, of the one that ended"
+
+
+class MeasuringTask(ScriptedTask):
+    """Tells what it was given to measure."""
+
+    def measures(self, records: Sequence[RolloutRecord]) -> dict[str, float]:
+        written = [reply for record in records for reply in record.replies]
+        assert set(written) == {"12"}
+        return {"replies": len(written) / len(records)}
+
+
+def test_a_task_measures_failed_rollouts_too_and_reads_replies_without_their_end() -> None:
+    outcomes = [[1], [0], [RuntimeError("no sandbox")]]
+    what = replace(setting(outcomes), task=MeasuringTask(outcomes))
+    result = asyncio.run(evaluate(what, problems=range(3), k=1, seed=0))
+    assert result.measures == {"replies": 1.0}
+    assert result.to_json()["measures"] == {"replies": 1.0}
+    assert run([[1]], k=1).measures == {}
 
 
 # -- rollouts on disk ---------------------------------------------------------------------------

@@ -65,7 +65,11 @@ def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
         return findings
     recipe = findings.recipe
     task = findings.attempt(lambda: _task(recipe, findings))
-    codec = findings.attempt(lambda: _codec(recipe, findings))
+    codec = (
+        None
+        if _is_elsewhere(recipe.model, findings)
+        else findings.attempt(lambda: _codec(recipe, findings))
+    )
     findings.attempt(lambda: _correction(recipe, findings))
     if task is not None and codec is not None:
         stops = findings.attempt(lambda: codec.resolve_stops(task.stop))
@@ -101,6 +105,19 @@ def _task(recipe: Recipe, findings: Findings) -> Task:
         if size == 0:
             raise ConfigError(f"task {task.name} has no problem in its {split!r} split")
     return task
+
+
+def _is_elsewhere(model: str, findings: Findings) -> bool:
+    """Is it a model of a hub, "owner/name", that another machine is to load? A recipe for a cluster
+    can be checked without it, as far as that goes."""
+    owner, slash, name = model.partition("/")
+    if not (owner and slash and name) or "/" in name or Path(owner).exists():
+        return False
+    findings.notes.append(
+        f"model {model} is not on this machine: stop texts, prompts and gold answers were not "
+        "checked; download it and name its folder to train"
+    )
+    return True
 
 
 def _codec(recipe: Recipe, findings: Findings) -> Codec:

@@ -192,6 +192,8 @@ def eval_lines(result: EvalResult) -> Iterator[tuple[str, str]]:
     if result.majority_at_k is not None and result.majority_interval is not None:
         low, high = result.majority_interval
         yield f"majority@{result.k}", f"{result.majority_at_k:.4f}  [{low:.4f}, {high:.4f}]"
+    if result.measures:
+        yield "measures", ", ".join(f"{name} {v:.4g}" for name, v in result.measures.items())
     failures = ", ".join(f"{n} {status}" for status, n in result.failures.items())
     yield "failures", f"{failures or 'none'}; {result.unscored} of {result.num_rollouts} unscored"
     for status, message in result.errors.items():

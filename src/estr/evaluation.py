@@ -28,6 +28,7 @@ from .evaluation_records import (
     RolloutFile,
     RolloutRecord,
     open_rollouts,
+    replies,
     transcribe,
     weights_digest,
 )
@@ -123,29 +124,26 @@ def _example(task: Task, split: str, problem: int) -> str:
 def _record(
     setting: RolloutSetting, example: str, trajectory: Trajectory, *, keep_text: bool
 ) -> RolloutRecord:
+    decode = setting.codec.decode
+    said = replies(trajectory, decode)
     return RolloutRecord(
         example=example,
         problem=trajectory.problem,
         index=trajectory.id.index,
         status=trajectory.status,
         outcome=trajectory.outcome,
-        answer=_answer(setting, trajectory),
+        answer=_answer(setting.task, said[-1]) if trajectory.status == "ok" and said else None,
         tokens=trajectory.num_sampled_tokens,
         error=trajectory.error,
-        turns=transcribe(trajectory, setting.codec.decode) if keep_text else (),
+        turns=transcribe(trajectory, decode) if keep_text else (),
+        replies=said,
     )
 
 
-def _answer(setting: RolloutSetting, trajectory: Trajectory) -> str | None:
-    """What a rollout votes for: of its last turn, if that was finished, what the task says."""
-    answer = getattr(setting.task, "answer", None)
-    if answer is None or trajectory.status != "ok" or not trajectory.turns:
-        return None
-    segment, start, stop, _ = trajectory.turns[-1]
-    ids = trajectory.segments[segment].token_ids[start:stop].tolist()
-    if ids[-1] in trajectory.sampling.stop_token_ids:
-        ids.pop()
-    found = answer(setting.codec.decode(ids))
+def _answer(task: Task, reply: str) -> str | None:
+    """What a rollout votes for: of its last turn, what the task says."""
+    answer = getattr(task, "answer", None)
+    found = None if answer is None else answer(reply)
     return None if found is None else str(found)
 
 
@@ -238,12 +236,15 @@ def _overrides(**chosen: float | None) -> list[str]:
 def _evaluate_subject(subject: Subject, out: Path | None) -> EvalResult:
     recipe = subject.recipe
     with torch_threads(recipe.engine.threads), _rollouts_in(out, subject) as kept:
-        work = _evaluate_first(_setting(subject), recipe, recipe.eval.problems, recipe.eval.k, kept)
+        setting = _setting(subject)
+        work = _evaluate_first(setting, recipe, recipe.eval.problems, recipe.eval.k, kept)
         try:
             result = asyncio.run(work)
         finally:
             if kept is not None:
                 kept.write_transcripts()
+                if hasattr(setting.task, "write_runs"):
+                    setting.task.write_runs(kept.records(), kept.runs_folder)
     return dataclasses.replace(result, version=subject.version)
 
 

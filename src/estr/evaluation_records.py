@@ -3,6 +3,7 @@
 FOLDER/
     rollouts-DIGEST.jsonl       a first line that says what is evaluated, then one line a rollout
     transcripts-DIGEST.txt      the same to read
+    runs-DIGEST/                run files of the task's own kind, if it has one
 
 DIGEST stands for model, task, seed and sampling, so one folder may hold any number of evaluations,
 and an evaluation finds its own rollouts again: those that are there are not played a second time,
@@ -29,13 +30,14 @@ from .types import SCORED_STATUSES, Status, Trajectory
 
 Decode = Callable[[list[int]], str]
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
     """What is kept of a rollout. example: the task's name of the problem; index: its number among
-    the k; answer: what it votes for; tokens: sampled ones; turns: (read or wrote, text)."""
+    the k; answer: what it votes for; tokens: sampled ones; turns: (read or wrote, text); replies:
+    what each turn of the model's says, without the token that ended it."""
 
     example: str
     problem: int
@@ -46,6 +48,7 @@ class RolloutRecord:
     tokens: int
     error: str | None
     turns: tuple[tuple[str, str], ...] = ()
+    replies: tuple[str, ...] = ()
 
 
 def stretches(trajectory: Trajectory) -> Iterator[tuple[bool, list[int]]]:
@@ -61,6 +64,16 @@ def transcribe(trajectory: Trajectory, decode: Decode) -> tuple[tuple[str, str],
     return tuple(
         ("wrote" if written else "read", decode(ids)) for written, ids in stretches(trajectory)
     )
+
+
+def replies(trajectory: Trajectory, decode: Decode) -> tuple[str, ...]:
+    """The replies of a RolloutRecord: as the environment got them."""
+    stops = trajectory.sampling.stop_token_ids
+    found = []
+    for segment, start, stop, _ in trajectory.turns:
+        ids = trajectory.segments[segment].token_ids[start:stop].tolist()
+        found.append(decode(ids[:-1] if ids and ids[-1] in stops else ids))
+    return tuple(found)
 
 
 class RolloutFile:
@@ -84,11 +97,21 @@ class RolloutFile:
 
     def write_transcripts(self) -> Path:
         """Everything that is kept, to read."""
-        name = self.path.name.replace("rollouts-", "transcripts-").replace(".jsonl", ".txt")
-        path = self.path.with_name(name)
-        ordered = sorted(self._records.values(), key=lambda record: (record.problem, record.index))
-        path.write_text("\n".join(map(_transcript, ordered)), encoding="utf-8")
+        path = self._beside("transcripts", ".txt")
+        path.write_text("\n".join(map(_transcript, self.records())), encoding="utf-8")
         return path
+
+    def records(self) -> list[RolloutRecord]:
+        """Every rollout that is kept, in order."""
+        return sorted(self._records.values(), key=lambda record: (record.problem, record.index))
+
+    @property
+    def runs_folder(self) -> Path:
+        """Where a task writes run files of its own kind."""
+        return self._beside("runs", "")
+
+    def _beside(self, what: str, suffix: str) -> Path:
+        return self.path.with_name(self.path.name.replace("rollouts", what, 1)).with_suffix(suffix)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .environment import Task
 from .errors import ConfigError
 from .evaluation_records import RolloutRecord
 from .rollout import RolloutSetting
@@ -38,6 +39,7 @@ class EvalResult:
     mean_outcome: over the scored rollouts only (None: there are none). failures: every status other
     than "ok", with its number; unscored: rollouts without an outcome; errors: the first message of
     each failing status. tokens: sampled ones. num_found: rollouts that were on disk already.
+    measures: what else the task measures of its rollouts.
     version: None for a model folder without one. num_solved: solved rollouts of every problem.
     """
 
@@ -62,6 +64,7 @@ class EvalResult:
     tokens: int
     wall_s: float
     num_found: int
+    measures: dict[str, float]
     num_solved: dict[int, int]
 
     def to_json(self) -> dict[str, Any]:
@@ -144,8 +147,14 @@ def summarize(
         tokens=sum(record.tokens for record in records),
         wall_s=round(wall_s, 3),
         num_found=num_found,
+        measures=_measures(setting.task, records),
         num_solved={p: sum(flags) for p, flags in solved.items()},
     )
+
+
+def _measures(task: Task, records: Sequence[RolloutRecord]) -> dict[str, float]:
+    measures = getattr(task, "measures", None)
+    return {} if measures is None else {name: float(v) for name, v in measures(records).items()}
 
 
 def _is_solved(record: RolloutRecord) -> bool:

@@ -25,8 +25,10 @@ TASKS: dict[str, str] = {
     "calculator": "estr.environments.calculator:CalculatorTask",
     "countdown": "estr.environments.countdown:CountdownTask",
     "data": "estr.environments.own_data:DataTask",
+    "deep_search": "estr.environments.deep_search:DeepSearchTask",
     "gsm8k": "estr.environments.gsm8k:Gsm8kTask",
     "lookup": "estr.environments.lookup:LookupTask",
+    "math": "estr.environments.math_problems:MathTask",
 }
 """The shipped tasks: name -> "module:Class"."""
 
