@@ -12,7 +12,14 @@ import pytest
 from estr.checkpoint import Checkpoints, saved_columns
 from estr.engine import Request, ScriptedEngine
 from estr.environment import Reply, ScriptedEnvironment
-from estr.errors import EngineError, GraderError, Interrupted, Stalled
+from estr.errors import (
+    EngineError,
+    GraderError,
+    Interrupted,
+    NumericsError,
+    Stalled,
+    WeightsError,
+)
 from estr.metrics import read_metrics
 from estr.progress import SilentReporter
 from loop_parts import STOP, CoinTask, build, recipe
@@ -207,6 +214,51 @@ async def test_a_broken_trainer_ends_the_run_with_its_error(tmp_path: Path) -> N
     with pytest.raises(RuntimeError, match="the optimizer broke"):
         await finish(loop)
     assert loop.step == 3
+
+
+async def test_weights_that_cannot_be_loaded_end_the_run_with_a_checkpoint(tmp_path: Path) -> None:
+    class Corrupt(ScriptedEngine):
+        async def load(self, version: int, weights, kv) -> None:
+            if version == 4:
+                raise WeightsError("v00000004.safetensors is not version 4 as published")
+            await super().load(version, weights, kv)
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    the_recipe = recipe(steps=30, checkpoint={"every_steps": 1})
+    engine = Corrupt(lambda request: [1, 2, STOP])
+    loop, _ = build(tmp_path, the_recipe, engine=engine, checkpoints=checkpoints)
+    with pytest.raises(WeightsError, match="is not version 4 as published"):
+        await finish(loop)
+    _, state, torn = checkpoints.newest()
+    assert torn == []
+    assert state["step"] >= 1
+
+
+async def test_a_loss_that_is_not_a_number_ends_the_run_with_its_error(tmp_path: Path) -> None:
+    loop, trainer = build(tmp_path, recipe(steps=9))
+
+    async def train(minibatches) -> list:
+        raise NumericsError("optimizer step 0: loss nan, gradient norm nan")
+
+    trainer.train = train  # type: ignore[method-assign]
+    with pytest.raises(NumericsError, match="loss nan"):
+        await finish(loop)
+
+
+async def test_one_environment_a_hundred_times_slower_delays_only_its_group(
+    tmp_path: Path,
+) -> None:
+    coin = itertools.cycle([1.0, 0.0])
+
+    def make(index: int) -> ScriptedEnvironment:
+        delay = 0.5 if index == 2 else 0.005
+        return ScriptedEnvironment("12", [Reply(outcome=next(coin))], delay_s=delay)
+
+    loop, trainer = build(tmp_path, recipe(steps=20), task=CoinTask(make=make))
+    await finish(loop)
+    assert len(trainer.consumed) == 40
+    assert trainer.consumed.index(2) >= 4, "others were trained on meanwhile"
+    assert max(trainer.staleness) <= 2
 
 
 async def test_a_watcher_that_raises_ends_the_run(tmp_path: Path) -> None:

@@ -138,6 +138,40 @@ async def test_engine_failures_are_engine_errors(failure: Exception) -> None:
     assert closed == [1]
 
 
+class Answering(ScriptedEngine):
+    """Answers every request with the same thing."""
+
+    def __init__(self, answer: object) -> None:
+        super().__init__(lambda request: [])
+        self.answer = answer
+
+    async def generate(self, request: Request, timeout_s: float) -> Segment:
+        return self.answer  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (None, "None is no Segment"),
+        (Segment.drawn([], [], [], [], finish_reason="stop"), "it is empty"),
+        (Segment.context([1, 2]), "not sampled"),
+        (Segment.drawn([1] * 99, [-1] * 99, [1] * 99, [0] * 99), "99 tokens, at most"),
+        (Segment.drawn([1], [float("nan")], [1], [0], finish_reason="stop"), "log-prob is NaN"),
+        (Segment.drawn([1], [0.5], [1], [0], finish_reason="stop"), "NaN or above 0"),
+        (Segment.drawn([1], [-1], [float("nan")], [0], finish_reason="stop"), "an entropy"),
+    ],
+)
+async def test_an_unusable_answer_of_the_engine_is_an_engine_error(
+    answer: object, words: str
+) -> None:
+    parts, _, closed = setting([Reply(outcome=1.0)], engine=Answering(answer))
+    trajectory = await play(parts)
+    assert (trajectory.status, trajectory.reward) == ("engine_error", None)
+    assert "the engine's answer is unusable" in (trajectory.error or "")
+    assert words in (trajectory.error or "")
+    assert closed == [1]
+
+
 class Aborting(ScriptedEngine):
     async def generate(self, request: Request, timeout_s: float) -> Segment:
         return Segment.drawn([5, 6], [-1, -1], [1, 1], [0, 0], finish_reason="abort")

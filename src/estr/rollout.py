@@ -23,6 +23,8 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+import numpy as np
+
 from .chat import Encoding, Transcript
 from .engine import Engine, Request
 from .environment import Action, Environment, Reply, Task
@@ -224,8 +226,29 @@ async def _draw(
     clock = time.monotonic()
     drawn = await setting.engine.generate(request, setting.limits.timeout_s)
     state.engine_s += time.monotonic() - clock
+    _check_drawn(drawn, request)
     state.add_turn(drawn)
     return True
+
+
+def _check_drawn(drawn: object, request: Request) -> None:
+    """Raise EngineError for what cannot be the turn that was asked for. A log-prob of -inf is
+    left to the loss, which rejects and counts it."""
+    wrong = None
+    if not isinstance(drawn, Segment):
+        wrong = f"{drawn!r:.80} is no Segment"
+    elif not drawn.sampled.all():
+        wrong = "it holds tokens that were not sampled"
+    elif len(drawn) > request.max_new_tokens:
+        wrong = f"{len(drawn)} tokens, at most {request.max_new_tokens} were asked for"
+    elif not len(drawn) and drawn.finish_reason != "abort":
+        wrong = "it is empty"
+    elif np.isnan(drawn.behavior_logprobs).any() or (drawn.behavior_logprobs > 1e-3).any():
+        wrong = "a log-prob is NaN or above 0"
+    elif not np.isfinite(drawn.behavior_entropies).all():
+        wrong = "an entropy is not finite"
+    if wrong is not None:
+        raise EngineError(f"{request.id}: the engine's answer is unusable: {wrong}")
 
 
 def _check_reply(reply: object) -> None:
