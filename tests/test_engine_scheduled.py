@@ -8,11 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from engine_cases import request, state_of
 from estr.engine import Request
+from estr.engines.process import EngineHost
 from estr.engines.scheduled import ScheduledEngine
 from estr.errors import EngineError
+from estr.models import resolve_model
+from estr.options.run import EngineOptions
 from estr.schedule import EngineSchedule, Position, read_lineage
 from estr.types import RolloutId, Segment
 from tiny_models import tiny_model
@@ -33,6 +37,7 @@ def _closed() -> Iterator[None]:
     yield
     while _OPEN:
         _OPEN.pop().close()
+    torch.use_deterministic_algorithms(False)  # a host has asked for it
 
 
 def engine(log: Path, plan: Path | None = None) -> ScheduledEngine:
@@ -177,3 +182,27 @@ def test_a_plan_that_admits_what_runs_already_is_an_error(tmp_path: Path) -> Non
     player.step()
     with pytest.raises(EngineError, match="engine step 1: group 0 member 0 attempt 0 should begin"):
         player.step()
+
+
+@pytest.mark.parametrize("replayed", [False, True])
+def test_a_snapshot_arrives_before_what_the_next_step_finishes(
+    tmp_path: Path, replayed: bool
+) -> None:
+    """Else the rollout would be a turn ahead of the tokens that the checkpoint keeps for it."""
+
+    def checkpoint_in_the_middle(schedule: EngineSchedule) -> None:
+        host = EngineHost(resolve_model("builtin"), EngineOptions(), 0, True, schedule)
+        host.begin(Position())
+        host.generate(1, request(tokens=2))
+        assert host.pump() == []
+        host.snapshot(99)
+        (first, (position, drawn)), (second, segment) = host.pump()
+        assert (first, second) == (99, 1)
+        assert position.step == 1
+        assert [len(part) for part in drawn.values()] == [1]
+        assert len(segment) == 2
+        host.close()
+
+    checkpoint_in_the_middle(EngineSchedule(tmp_path / "a.jsonl"))
+    if replayed:
+        checkpoint_in_the_middle(EngineSchedule(tmp_path / "b.jsonl", tmp_path / "a.jsonl"))

@@ -87,7 +87,10 @@ def test_a_class_of_ones_own_is_named_by_module_and_class() -> None:
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        ({"name": "calculater"}, "known: arithmetic, calculator, countdown, data, gsm8k, lookup"),
+        (
+            {"name": "calculater"},
+            "known: arithmetic, calculator, countdown, data, deep_search, gsm8k, lookup, math",
+        ),
         ({"num_terms": 3}, "has no name"),
         ({"name": "no_such_module:Task"}, "cannot be imported"),
         ({"name": f"{__name__}:NoSuchTask"}, "cannot be imported"),

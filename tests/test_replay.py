@@ -126,7 +126,7 @@ def index_of(events, kind, number=0):
     ("change", "words"),
     [
         (lambda e: without(e, index_of(e, "dispatch", 3)), "never dispatched"),
-        (lambda e: [*e, e[index_of(e, "train")]], "trained or failed twice"),
+        (lambda e: [*e, e[index_of(e, "train")]], "trained, failed or filtered twice"),
         (lambda e: without(e, index_of(e, "step", 2)), "step 3 is missing"),
         (lambda e: [*e, e[index_of(e, "dispatch")]], "dispatched more than once"),
         (

@@ -205,7 +205,12 @@ class EngineHost:
         clock = time.monotonic()
         results, self._results = self._results, []
         try:
-            for rollout_id, segment in self._engine.step():
+            finished = self._engine.step()
+            # A snapshot was taken before this step: it must arrive before what the step finished,
+            # or the rollouts would be a turn ahead of it.
+            if self._scheduled is not None:
+                results += self._scheduled_results(self._scheduled)
+            for rollout_id, segment in finished:
                 number = self._numbers.pop(rollout_id, None)
                 if number is not None:
                     results.append((number, segment))
@@ -215,8 +220,6 @@ class EngineHost:
             for rollout_id in self._numbers:
                 self._engine.cancel(rollout_id)
             self._numbers.clear()
-        if self._scheduled is not None:
-            results += self._scheduled_results(self._scheduled)
         if self._loading is not None and self._engine.version == self._loading[1]:
             results.append((self._loading[0], None))
             self._loading = None
