@@ -292,7 +292,7 @@ class MetricsWriter:
         folder = Path(run_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
-        _cut_torn_tail(self.path)
+        cut_torn_tail(self.path)
         self._file = self.path.open("ab")
         self._board: Any = None
         if tensorboard:
@@ -392,7 +392,8 @@ def _finite_or_none(value: Any) -> float | int | None:
     return value if isinstance(value, int) else float(value)
 
 
-def _cut_torn_tail(path: Path) -> None:
+def cut_torn_tail(path: Path) -> None:
+    """Cut off what a kill left of an unfinished last line; a file that is not there stays so."""
     if not path.exists():
         return
     data = path.read_bytes()

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from .errors import DataError, ScheduleError
+from .metrics import cut_torn_tail
 from .types import RolloutId
 
 Event = dict[str, Any]
@@ -79,8 +80,7 @@ class EventLog:
     def __init__(self, path: Path, *, keep_lines: int | None = None) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            _cut_torn_tail(path)
+        cut_torn_tail(path)
         self.num_lines = len(read_lineage(path)) if path.exists() else 0
         if keep_lines is not None and keep_lines > self.num_lines:
             raise DataError(
@@ -131,14 +131,6 @@ def read_lineage(path: Path) -> list[Event]:
             raise DataError(f"{path}, line {number} is no event: {error}") from error
         events.append(event)
     return events
-
-
-def _cut_torn_tail(path: Path) -> None:
-    data = path.read_bytes()
-    complete = data.rfind(b"\n") + 1
-    if complete < len(data):
-        with path.open("r+b") as file:
-            file.truncate(complete)
 
 
 class Replay:
