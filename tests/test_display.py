@@ -47,6 +47,7 @@ SUMMARY = Summary(
     trainer_busy=0.71,
     dropped_groups=4,
     statuses={"ok": 15360},
+    findings={},
     seed=0,
 )
 

@@ -38,7 +38,7 @@ from .progress import Reporter
 from .rollout import RolloutSetting
 from .rollout_state import Columns, SegmentPool
 from .schedule import Position, Schedule
-from .types import RolloutId, Segment, Trajectory
+from .types import Finding, RolloutId, Segment, Trajectory
 from .weights import WeightStore
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ class Loop:
         ledger: LedgerWriter | None = None,
         watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
         gauges: Callable[[], dict[str, float]] = dict,
+        canaries: Callable[[], Coroutine[Any, Any, list[Finding]]] | None = None,
         stop: asyncio.Event | None = None,
         schedule: Schedule | None = None,
         engine_position: Callable[[], Position | None] = lambda: None,
@@ -83,6 +84,8 @@ class Loop:
         self.ledger = ledger
         self.watchers = watchers
         self.gauges = gauges
+        self.canaries = canaries
+        """Asks the guard whether the engine computes with the weights that it claims."""
         self.schedule = schedule or Schedule()
         self.engine_position = engine_position
         self.groups = Groups(
@@ -106,6 +109,8 @@ class Loop:
         self._clock = time.monotonic()
         self._saved_at = time.monotonic()
         self._saved_step = -1
+        self._found = Metrics()
+        self._shown: set[tuple[str, str]] = set()
         self._stop = stop or asyncio.Event()
         self._woken = asyncio.Event()
         self._published = asyncio.Event()
@@ -131,6 +136,7 @@ class Loop:
                 for group in self.groups:
                     if group.state == "running":
                         self._start_group(group)
+                self._ask_canaries()
                 endless = [
                     self._spawn(self._dispatch_groups(), "dispatch"),
                     self._spawn(self._bring_versions(), "bring versions"),
@@ -146,6 +152,7 @@ class Loop:
         finally:
             self._running = False
             self._account_time()
+            self.totals.merge(self._found)
             if self.ledger is not None:
                 await self.ledger.close()
         self._members.note_leftover()
@@ -301,6 +308,9 @@ class Loop:
     def _record(self, groups: list[TrainingGroup], result: StepResult) -> None:
         self.step = result.step
         self._account_time()
+        self._note_findings(result.findings)
+        result.metrics.merge(self._found)
+        self._found = Metrics()
         self.totals.merge(result.metrics)
         if result.skipped:
             self.reporter.message(
@@ -347,6 +357,7 @@ class Loop:
                 self.schedule.note("load", version=version)
                 self._woken.set()
                 self._loaded.set()
+                self._ask_canaries()
 
     def _version_due(self) -> int | None:
         """The version that the engine should have and has not; None: it is up to date."""
@@ -357,6 +368,28 @@ class Loop:
             return newest
         planned = self.schedule.upcoming("load")
         return None if planned is None or planned["version"] > newest else planned["version"]
+
+    # -- guard --------------------------------------------------------------------------------
+
+    def _ask_canaries(self) -> None:
+        if self.canaries is not None:
+            self._spawn(self._check_canaries(self.canaries), "canaries")
+
+    async def _check_canaries(
+        self, canaries: Callable[[], Coroutine[Any, Any, list[Finding]]]
+    ) -> None:
+        self._note_findings(await canaries())
+
+    def _note_findings(self, findings: Sequence[Finding]) -> None:
+        """Count them; each kind is shown once."""
+        for finding in findings:
+            self._found.add_sum(f"guard/{finding.check}/{finding.kind}", 1.0)
+            if (finding.check, finding.kind) not in self._shown:
+                self._shown.add((finding.check, finding.kind))
+                self.reporter.message(
+                    f"guard, before step {self.step + 1}: {finding.check}, {finding.kind}: "
+                    f"{finding.message}"
+                )
 
     # -- evaluation ---------------------------------------------------------------------------
 

@@ -39,6 +39,7 @@ from .schedule import (
 )
 from .subject import data_fingerprint, model_folder, resolve_play
 from .trainer_process import TrainerProcess
+from .types import Finding
 from .weights import FileWeightStore
 from .worker import busy_share
 
@@ -141,6 +142,15 @@ class _Processes:
         """Shares of wall time that the processes spent at work since the last step."""
         return {"engine_busy": self.engine.take_busy(), "trainer_busy": self.trainer.busy}
 
+    def canaries(self, recipe: Recipe) -> Callable[[], Coroutine[Any, Any, list[Finding]]]:
+        """What the engine draws behind fixed prompts, judged by the trainer's guard."""
+
+        async def check() -> list[Finding]:
+            drawn = await self.engine.probe(recipe.sampling.temperature)
+            return await self.trainer.check_canaries(drawn)
+
+        return check
+
     async def close(self) -> None:
         await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
 
@@ -193,6 +203,7 @@ async def _train(
                 ledger=_ledger(recipe, folder),
                 watchers=processes.watchers(recipe),
                 gauges=processes.gauges,
+                canaries=None if recipe.guard == "off" else processes.canaries(recipe),
                 stop=stop,
                 schedule=schedule,
                 engine_position=lambda: processes.engine.position,
@@ -340,6 +351,11 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
             name.removeprefix("attempts/"): int(value or 0)
             for name, value in row.items()
             if name.startswith("attempts/")
+        },
+        findings={
+            name.removeprefix("guard/"): int(value or 0)
+            for name, value in row.items()
+            if name.startswith("guard/")
         },
         seed=recipe.seed,
     )

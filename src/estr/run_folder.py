@@ -33,7 +33,8 @@ from .errors import ConfigError, DataError
 class Summary:
     """What came of a run. Accuracies are held-out (None: not measured); best_accuracy is that of
     model/best, which has the highest lower end of its interval; staleness is over the
-    trained trajectories; engine_busy and trainer_busy are shares of the training's wall time."""
+    trained trajectories; engine_busy and trainer_busy are shares of the training's wall time;
+    findings: how often the guard found what, by check and kind."""
 
     name: str
     steps: int
@@ -53,6 +54,7 @@ class Summary:
     trainer_busy: float
     dropped_groups: int
     statuses: dict[str, int]
+    findings: dict[str, int]
     seed: int
 
 

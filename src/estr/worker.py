@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -219,6 +219,27 @@ def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float
     """Share of the wall time between two `statistics` of a host that it spent at work."""
     wall_s = after["wall_s"] - before["wall_s"]
     return (after["busy_s"] - before["busy_s"]) / wall_s if wall_s > 0 else 0.0
+
+
+class CpuBudget:
+    """A share of this process's CPU time, since its start, for work that may be left out."""
+
+    def __init__(self, share: float = 0.01) -> None:
+        self.share = share
+        self.spent_s = 0.0
+
+    def allows(self) -> bool:
+        """Is any of it left?"""
+        return self.spent_s <= self.share * time.process_time()
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """What is done inside counts."""
+        clock = time.process_time()
+        try:
+            yield
+        finally:
+            self.spent_s += time.process_time() - clock
 
 
 def require_determinism() -> None:

@@ -17,7 +17,7 @@ from ..options.run import EngineOptions
 from ..schedule import EngineSchedule, Position
 from ..types import RolloutId, Segment
 from ..weights import WeightStore
-from ..worker import Worker, busy_share, portable, require_determinism
+from ..worker import CpuBudget, Worker, busy_share, portable, require_determinism
 
 if TYPE_CHECKING:
     from .scheduled import ScheduledEngine
@@ -93,6 +93,13 @@ class EngineProcess:
         self.position, drawn = await self.worker.call("snapshot", timeout_s=SNAPSHOT_TIMEOUT_S)
         return drawn
 
+    async def probe(self, temperature: float) -> list[Segment]:
+        """The canaries (`LocalEngine.probe`); none while the budget for them is used up."""
+        canaries: list[Segment] = await self.worker.call(
+            "probe", temperature, timeout_s=LOAD_TIMEOUT_S
+        )
+        return canaries
+
     async def begin(self, position: Position) -> None:
         """Of a deterministic engine: its schedule begins, or goes on where a checkpoint stands."""
         await self.worker.call("begin", position, timeout_s=60.0)
@@ -158,6 +165,7 @@ class EngineHost:
         self._results: list[tuple[int, Any]] = []
         self._started = time.monotonic()
         self._busy_s = 0.0
+        self._budget = CpuBudget()
 
     def generate(self, number: int, request: Request) -> None:
         self._numbers[request.id] = number
@@ -184,6 +192,12 @@ class EngineHost:
             return
         self._snapshots.append(number)
         self._scheduled.request_refill()
+
+    def probe(self, temperature: float) -> list[Segment]:
+        if not self._budget.allows():
+            return []
+        with self._budget.spending():
+            return self._engine.probe(temperature)
 
     def begin(self, position: Position) -> None:
         assert self._scheduled is not None, "only a deterministic engine has a schedule"

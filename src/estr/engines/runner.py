@@ -79,6 +79,18 @@ class ModelRunner:
         )
         return logits[:, 0]
 
+    def last_logits(self, contexts: Sequence[Int32Array]) -> Tensor:
+        """Logits [n, vocabulary] of what follows each whole context, through a cache of their own
+        that is dropped afterwards."""
+        cache, self.cache = self.cache, RowCache()
+        try:
+            self.cache.reserve(len(contexts), max(map(len, contexts)))
+            longer = [i for i, context in enumerate(contexts) if len(context) > 1]
+            self.prefill(longer, [contexts[i][:-1] for i in longer])
+            return self.decode([int(c[-1]) for c in contexts], [len(c) - 1 for c in contexts])
+        finally:
+            self.cache = cache
+
     def _forward(self, input_ids: Tensor, *, want_logits: bool = False, **inputs: Any) -> Tensor:
         if want_logits or self._head.weight is None:
             return self._head.logits(input_ids, last=True, use_cache=True, **inputs)

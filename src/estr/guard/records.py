@@ -1,0 +1,259 @@
+"""What the columns and labels of a batch say about themselves: no model, no torch.
+
+    check_records(groups, loss, seed)
+        check_labels       every trajectory belongs to its group, its members to one problem
+        check_advantages   the advantages are those of the group's rewards
+        check_alignment    mask, turns, log-probs and entropies speak of the same tokens
+        check_surprise     tokens are as surprising as their distributions promise
+    Trained.check          no group is trained twice
+
+Every check is a pure function of the batch and returns findings, none on a consistent batch.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..advantages import group_advantages
+from ..buffer import TrainingGroup
+from ..options.run import LossOptions
+from ..types import BoolArray, Finding, Segment, Trajectory
+
+ADVANTAGE_TOLERANCE = 1e-9
+"""Advantages are computed twice by the same float64 function, so they agree to the bit."""
+
+SURPRISE_Z = 6.0
+"""How many standard errors the mean surprisal may lie from the mean entropy..."""
+SURPRISE_SHARE = 0.25
+"""... and how far, as a share of the entropy, before both together are an alarm."""
+
+_REMEMBERED = 100_000
+"""Trained groups whose ids are remembered."""
+
+
+def check_records(
+    groups: Sequence[TrainingGroup], *, loss: LossOptions, seed: int
+) -> list[Finding]:
+    """All checks of this module that need one batch only. seed: the run's, which names rollouts."""
+    trajectories = [t for group in groups for t in group.trajectories]
+    return [
+        *check_labels(groups, seed=seed),
+        *check_advantages(groups, loss=loss),
+        *check_alignment(trajectories),
+        *check_surprise(trajectories),
+    ]
+
+
+def check_labels(groups: Sequence[TrainingGroup], *, seed: int) -> Iterator[Finding]:
+    """Trajectories that stand under another group than the one they name, members that occur
+    twice, and groups whose members were not asked the same."""
+    for group in groups:
+        members = group.trajectories
+        strangers = [t for t in members if t.id.group != group.id or t.id.run != seed]
+        if strangers:
+            yield Finding(
+                "labels",
+                "swapped_groups",
+                f"group {group.id} holds {len(strangers)} trajectories that name another one, "
+                f"such as {strangers[0].id}",
+            )
+        indices = [t.id.index for t in members]
+        if len(set(indices)) < len(indices):
+            yield Finding("labels", "doubled_member", f"group {group.id} has members {indices}")
+        problems = {(t.task, t.problem) for t in members}
+        prompts = {_prompt(t) for t in members if t.segments}
+        if len(problems) > 1 or len(prompts) > 1:
+            yield Finding(
+                "labels",
+                "mixed_group",
+                f"the members of group {group.id} were asked {len(problems)} problems in "
+                f"{len(prompts)} wordings; advantages compare members of one",
+            )
+
+
+def _prompt(trajectory: Trajectory) -> bytes:
+    """What the model read before its first turn."""
+    first = trajectory.segments[0]
+    start = next((turn.start for turn in trajectory.turns if turn.segment == 0), len(first))
+    return first.token_ids[:start].tobytes()
+
+
+def check_advantages(groups: Sequence[TrainingGroup], *, loss: LossOptions) -> Iterator[Finding]:
+    """Advantages that are not those of the group's own rewards."""
+    for group in groups:
+        due = group_advantages(
+            [t.reward for t in group.trajectories],
+            [t.outcome for t in group.trajectories],
+            kind=loss.advantage,
+            variance_of=loss.variance_of,
+        )
+        carried = list(group.advantages)
+        if len(due) == len(carried) and all(map(_same, carried, due)):
+            continue
+        shuffled = Counter(carried) == Counter(due)
+        how = "shuffled among its members" if shuffled else "not those of its rewards"
+        yield Finding(
+            "advantages",
+            "shuffled_advantages" if shuffled else "foreign_advantages",
+            f"the advantages of group {group.id} are {how}: carried {_short(carried)}, "
+            f"due {_short(due)}",
+        )
+
+
+def _same(carried: float | None, due: float | None) -> bool:
+    if carried is None or due is None:
+        return carried is due
+    return abs(carried - due) <= ADVANTAGE_TOLERANCE
+
+
+def _short(values: Sequence[float | None]) -> str:
+    return "[" + ", ".join("-" if v is None else f"{v:.3f}" for v in values[:8]) + "]"
+
+
+@dataclass(frozen=True, slots=True)
+class _Columns:
+    """Segments of a batch, one behind the other, with one entry between each two that belongs to
+    none, so that a shift never carries a token from one into the next."""
+
+    sampled: BoolArray
+    written: BoolArray
+    """Is the token in a turn?"""
+    logprobs: npt.NDArray[np.float32]
+    entropies: npt.NDArray[np.float32]
+    wrong_stops: int
+    """Turns that say "stop" and do not end in a stop token."""
+
+    @classmethod
+    def of(cls, trajectories: Sequence[Trajectory]) -> _Columns:
+        segments: list[Segment] = []
+        starts: list[int] = []
+        stops: list[int] = []
+        ends: list[tuple[int, tuple[int, ...]]] = []
+        at = 0
+        for t in trajectories:
+            places = []
+            for segment in t.segments:
+                places.append(at)
+                at += len(segment) + 1
+                segments.append(segment)
+            for number, start, stop, reason in t.turns:
+                starts.append(places[number] + start)
+                stops.append(places[number] + stop)
+                if reason == "stop":
+                    last = int(t.segments[number].token_ids[stop - 1])
+                    ends.append((last, t.sampling.stop_token_ids))
+        edges = np.zeros(at + 1, dtype=np.int64)
+        np.add.at(edges, np.array(starts, dtype=np.int64), 1)
+        np.add.at(edges, np.array(stops, dtype=np.int64), -1)
+        return cls(
+            _joined([s.sampled for s in segments], False),
+            (np.cumsum(edges) > 0)[:at],
+            _joined([s.behavior_logprobs for s in segments], np.nan),
+            _joined([s.behavior_entropies for s in segments], np.nan),
+            sum(token not in allowed for token, allowed in ends),
+        )
+
+
+def _joined(arrays: Sequence[npt.NDArray[Any]], between: float | bool) -> npt.NDArray[Any]:
+    if not arrays:
+        return np.zeros(0, dtype=bool if between is False else np.float32)
+    gap = np.array([between], dtype=arrays[0].dtype)
+    return np.concatenate([part for array in arrays for part in (array, gap)])
+
+
+def check_alignment(trajectories: Sequence[Trajectory]) -> Iterator[Finding]:
+    """Columns that do not speak of the tokens that the turns say were written; off by one is told
+    from any other disagreement."""
+    columns = _Columns.of(trajectories)
+    pairs = (
+        ("mask", "the mask and the turns", columns.sampled, columns.written),
+        ("logprobs", "log-probs and mask", ~np.isnan(columns.logprobs), columns.sampled),
+        ("entropies", "entropies and mask", ~np.isnan(columns.entropies), columns.sampled),
+    )
+    for name, which, has, should in pairs:
+        wrong = int((has != should).sum())
+        if not wrong:
+            continue
+        offset = _offset(has, should, wrong)
+        yield Finding(
+            "alignment",
+            f"shifted_{name}" if offset else f"misplaced_{name}",
+            f"{which} disagree on {wrong} of {len(has)} tokens"
+            + (f"; off by one ({offset:+d}) explains it" if offset else ""),
+        )
+    if columns.wrong_stops:
+        yield Finding(
+            "alignment",
+            "turn_end",
+            f"{columns.wrong_stops} turns end with 'stop', but not in a stop token",
+        )
+
+
+def _offset(has: BoolArray, should: BoolArray, wrong: int) -> int:
+    """The shift by one that makes the two agree almost everywhere; 0: none does."""
+    for offset in (1, -1):
+        if (np.roll(has, -offset) != should).sum() * 10 <= wrong:
+            return offset
+    return 0
+
+
+def check_surprise(trajectories: Sequence[Trajectory]) -> Iterator[Finding]:
+    """Tokens drawn from another distribution than the recorded one.
+
+    The mean of surprisal - entropy is 0 for honest draws. With d that difference, the finding asks
+    for |sum d| > SURPRISE_Z * sqrt(sum d^2) (self-normalized, so that heavy tails do not count) and
+    |sum d| > SURPRISE_SHARE * sum of the entropies.
+    """
+    drawn = [s for t in trajectories if t.sampling.temperature > 0 for s in t.segments]
+    if not drawn:
+        return
+    mask = np.concatenate([s.sampled for s in drawn])
+    logprobs = np.concatenate([s.behavior_logprobs for s in drawn])[mask].astype(np.float64)
+    entropies = np.concatenate([s.behavior_entropies for s in drawn])[mask].astype(np.float64)
+    known = np.isfinite(logprobs) & np.isfinite(entropies)
+    excess = -logprobs[known] - entropies[known]
+    total, spread, expected = excess.sum(), np.sqrt((excess**2).sum()), entropies[known].sum()
+    if abs(total) <= SURPRISE_Z * spread or abs(total) <= SURPRISE_SHARE * expected:
+        return
+    kind, how = ("drawn_colder", "less") if total < 0 else ("drawn_hotter", "more")
+    yield Finding(
+        "temperature",
+        kind,
+        f"{len(excess)} tokens are {how} surprising than their entropies promise: mean surprisal "
+        f"{-logprobs[known].mean():.3f}, mean entropy {entropies[known].mean():.3f}, "
+        f"{abs(total) / spread:.0f} standard errors apart",
+    )
+
+
+class Trained:
+    """Remembers which groups were trained, since it was made."""
+
+    def __init__(self) -> None:
+        self._at: OrderedDict[tuple[int, int], int] = OrderedDict()
+
+    def check(self, groups: Sequence[TrainingGroup], version: int) -> list[Finding]:
+        """Groups seen before, in this batch or an earlier one. version: of the trainer now."""
+        found = []
+        for group in groups:
+            runs = {t.id.run for t in group.trajectories}
+            for key in {(run, t.id.group) for run in runs for t in group.trajectories}:
+                before = self._at.get(key)
+                if before is None:
+                    self._at[key] = version
+                    continue
+                found.append(
+                    Finding(
+                        "twice",
+                        "trained_twice",
+                        f"group {key[1]} is trained at version {version}, as it was at {before}",
+                    )
+                )
+        while len(self._at) > _REMEMBERED:
+            self._at.popitem(last=False)
+        return found
