@@ -308,7 +308,7 @@ class Loop:
     def _record(self, groups: list[TrainingGroup], result: StepResult) -> None:
         self.step = result.step
         self._account_time()
-        self._note_findings(result.findings)
+        self._note_findings(result.findings, f"before step {result.step}")
         result.metrics.merge(self._found)
         self._found = Metrics()
         self.totals.merge(result.metrics)
@@ -378,17 +378,16 @@ class Loop:
     async def _check_canaries(
         self, canaries: Callable[[], Coroutine[Any, Any, list[Finding]]]
     ) -> None:
-        self._note_findings(await canaries())
+        self._note_findings(await canaries(), f"after step {self.step}")
 
-    def _note_findings(self, findings: Sequence[Finding]) -> None:
+    def _note_findings(self, findings: Sequence[Finding], when: str) -> None:
         """Count them; each kind is shown once."""
         for finding in findings:
             self._found.add_sum(f"guard/{finding.check}/{finding.kind}", 1.0)
             if (finding.check, finding.kind) not in self._shown:
                 self._shown.add((finding.check, finding.kind))
                 self.reporter.message(
-                    f"guard, before step {self.step + 1}: {finding.check}, {finding.kind}: "
-                    f"{finding.message}"
+                    f"guard, {when}: {finding.check}, {finding.kind}: {finding.message}"
                 )
 
     # -- evaluation ---------------------------------------------------------------------------

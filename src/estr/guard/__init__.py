@@ -24,7 +24,7 @@ from ..types import Finding, Segment, Trajectory
 from ..weights import WeightStore
 from ..worker import CpuBudget
 from .diagnosis import diagnose, examine
-from .records import Trained, check_records
+from .records import Surprise, Trained, check_records
 from .rescore import (
     MAX_NOISE,
     IntArray,
@@ -61,7 +61,7 @@ class Guard:
         self._tolerance: Tolerance | None = None
         if recipe.engine.dtype == "float32":
             self._tolerance = Tolerance()
-        self._trained = Trained()
+        self._trained, self._surprise = Trained(), Surprise()
         self._states: dict[int, dict[str, Tensor]] = {}
         self._bad_canaries: set[int] = set()
         self._number = 0
@@ -71,7 +71,7 @@ class Guard:
         """Training goes on from a checkpoint: what was seen belongs to another course of it."""
         self._states.clear()
         self._bad_canaries.clear()
-        self._trained = Trained()
+        self._trained, self._surprise = Trained(), Surprise()
 
     def check(
         self, minibatches: Sequence[Sequence[TrainingGroup]], version: int
@@ -86,6 +86,7 @@ class Guard:
         with self.budget.spending():
             groups = [group for minibatch in minibatches for group in minibatch]
             found = check_records(groups, loss=self._recipe.loss, seed=self._recipe.seed)
+            found += self._surprise.check([t for group in groups for t in group.trajectories])
             found += self._trained.check(groups, version)
         if self.budget.allows():
             with self.budget.spending():

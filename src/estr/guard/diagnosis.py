@@ -160,9 +160,8 @@ class _Case:
 
     def _temperature(self) -> Iterator[tuple[str, str]]:
         due = self.unit.temperature
-        everywhere = np.ones(len(self.wrong), dtype=bool)
         for factor in TEMPERATURES:
-            if self._agree(self._under(0, due * factor), everywhere):
+            if self._agree(self._under(0, due * factor), self.wrong):
                 yield (
                     "wrong_temperature",
                     f"they were drawn at temperature {due * factor:g}, {due:g} was asked for",
@@ -171,9 +170,9 @@ class _Case:
     def _version(self, retained: Sequence[int]) -> Iterator[tuple[str, str]]:
         """The tokens that differ are of another version: all, or those beside a switch only."""
         versions = self.unit.versions
-        change = np.flatnonzero(np.diff(versions))
-        beside = np.zeros(len(versions), dtype=bool)
-        beside[np.concatenate([change, change + 1])] = True
+        sampled = np.flatnonzero(self.unit.segment.sampled)
+        change = np.flatnonzero(np.diff(self.unit.segment.versions[sampled]))
+        beside = np.isin(self.unit.places, sampled[np.concatenate([change, change + 1])])
         span = max(retained, default=0) - min(retained, default=0)
         for lag in (sign * size for size in range(1, span + 1) for sign in (-1, 1)):
             known = np.isin(versions + lag, list(retained))
