@@ -41,7 +41,7 @@ from .subject import data_fingerprint, model_folder, resolve_play
 from .trainer_process import TrainerProcess
 from .types import Finding
 from .weights import FileWeightStore
-from .worker import busy_share
+from .worker import busy_share, guard_share
 
 _BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
 
@@ -302,6 +302,7 @@ async def _run(
         await loop.run()
         after = [await processes.engine.statistics(), await processes.trainer.statistics()]
         shares = [busy_share(a, b) for a, b in zip(before, after, strict=True)]
+        shares.append(guard_share(before, after))
         # What was learned is safe before anything else can fail.
         await loop.checkpoint()
         version = await processes.trainer.publish()
@@ -346,6 +347,7 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
         rho_mask=float(row.get("rho_mask") or 0.0),
         engine_busy=round(shares[0], 4),
         trainer_busy=round(shares[1], 4),
+        guard_share=round(shares[2], 5),
         dropped_groups=sum(int(row.get(f"{kind}_groups") or 0) for kind in ("failed", "leftover")),
         statuses={
             name.removeprefix("attempts/"): int(value or 0)

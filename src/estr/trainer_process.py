@@ -11,7 +11,7 @@ from .buffer import StepResult, TrainingGroup
 from .config import Recipe
 from .types import Finding, Segment
 from .weights import WeightStore
-from .worker import Worker, busy_share, require_determinism
+from .worker import CpuBudget, Worker, busy_share, require_determinism
 
 _FILE_TIMEOUT_S = 600.0
 
@@ -44,7 +44,7 @@ class TrainerClient(Protocol):
         ...
 
     async def statistics(self) -> dict[str, float]:
-        """busy_s and wall_s since the start."""
+        """busy_s, wall_s, cpu_s and guard_s since the start."""
         ...
 
     async def close(self) -> None:
@@ -164,4 +164,5 @@ class TrainerHost:
         save_model(self._trainer.model, load_tokenizer(self._folder), folder)
 
     def statistics(self) -> dict[str, float]:
-        return self._trainer.statistics()
+        budget = CpuBudget() if self._guard is None else self._guard.budget
+        return {**self._trainer.statistics(), **budget.statistics()}

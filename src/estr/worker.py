@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -240,6 +240,19 @@ class CpuBudget:
             yield
         finally:
             self.spent_s += time.process_time() - clock
+
+    def statistics(self) -> dict[str, float]:
+        """cpu_s of this process and guard_s, what was spent of it, since the start."""
+        return {"cpu_s": time.process_time(), "guard_s": self.spent_s}
+
+
+def guard_share(before: Sequence[Mapping[str, float]], after: Sequence[Mapping[str, float]]) -> float:
+    """Share of the CPU time between two `statistics` of several hosts that the guard took."""
+    spent, cpu = (
+        sum(b[key] - a[key] for a, b in zip(before, after, strict=True))
+        for key in ("guard_s", "cpu_s")
+    )
+    return spent / cpu if cpu > 0 else 0.0
 
 
 def require_determinism() -> None:

@@ -204,8 +204,12 @@ class EngineHost:
         self._scheduled.begin(position)
 
     def statistics(self) -> dict[str, float]:
-        wall_s = time.monotonic() - self._started
-        return {"busy_s": self._busy_s, "wall_s": wall_s, **self._engine.statistics()}
+        return {
+            "busy_s": self._busy_s,
+            "wall_s": time.monotonic() - self._started,
+            **self._budget.statistics(),
+            **self._engine.statistics(),
+        }
 
     def busy(self) -> bool:
         if self._results:
