@@ -110,16 +110,16 @@ class Buffer:
         self.groups.fail(group, lost.most_common(1)[0][0] if lost else "too_few_members")
 
     def take(
-        self, version: int, *, partial: bool = False, only: Sequence[int] | None = None
+        self, version: int, *, only: Sequence[int] | None = None
     ) -> list[list[TrainingGroup]] | None:
         """The mini-batches of the next batch, one for each optimizer step from `version` on, or
-        None while the trainer must wait. `partial` as in `Groups.select`. only: exactly these
+        None while the trainer must wait. only: exactly these
         groups, as a replay wants them.
 
         Raises StalenessError, before anything is taken, if a trajectory holds a token that is too
         old for its step, older than its group's dispatch, or newer than the trainer.
         """
-        batch = self.groups.select(partial=partial) if only is None else self.groups.named(only)
+        batch = self.groups.select() if only is None else self.groups.named(only)
         if not batch:
             return None
         size = self.groups.groups_per_step
