@@ -75,7 +75,15 @@ def test_the_summary_has_every_field_and_they_agree_with_the_metrics(finished: P
     assert summary["findings"] == {}
     assert sum(r["guard_rescored_tokens"] for r in steps if "guard_rescored_tokens" in r) > 0
     assert max(r.get("guard_gap") or 0.0 for r in steps) < 1e-4
-    for field in ("wall_s", "guard_share", "tokens_per_s", "rho_mask", "dropped_groups", "seed", "intra_mean"):
+    for field in (
+        "wall_s",
+        "guard_share",
+        "tokens_per_s",
+        "rho_mask",
+        "dropped_groups",
+        "seed",
+        "intra_mean",
+    ):
         assert field in summary
 
 

@@ -246,7 +246,9 @@ class CpuBudget:
         return {"cpu_s": time.process_time(), "guard_s": self.spent_s}
 
 
-def guard_share(before: Sequence[Mapping[str, float]], after: Sequence[Mapping[str, float]]) -> float:
+def guard_share(
+    before: Sequence[Mapping[str, float]], after: Sequence[Mapping[str, float]]
+) -> float:
     """Share of the CPU time between two `statistics` of several hosts that the guard took."""
     spent, cpu = (
         sum(b[key] - a[key] for a, b in zip(before, after, strict=True))
