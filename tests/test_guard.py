@@ -254,17 +254,19 @@ def test_forgotten_versions_are_left_out() -> None:
     assert metrics.to_row()["guard_rescored_tokens"] == 9
 
 
-def test_the_structure_shares_nothing_with_the_model() -> None:
-    model = tiny_model()
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_structure_shares_nothing_with_the_model(tied: bool) -> None:
+    model = tiny_model(tie_word_embeddings=tied)
+    source = copy.deepcopy(model)
     rescorer = Rescorer(model)
     assert {p.device.type for p in rescorer.parameters()} == {"meta"}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
     places = np.array([2, 3])
-    scores = rescorer.score(state_of(MODELS[0]), np.array([1, 5, 9, 2]), places, 1.0)
+    scores = rescorer.score(state_of(source), np.array([1, 5, 9, 2]), places, 1.0)
     with torch.no_grad():
-        logits = MODELS[0](torch.tensor([[1, 5, 9, 2]])).logits[0, 1:3]
+        logits = source(torch.tensor([[1, 5, 9, 2]])).logits[0, 1:3]
     expected = token_statistics(logits, torch.tensor([9, 2]))
     np.testing.assert_allclose(scores.logprobs, expected.logprobs.numpy(), atol=1e-6)
     np.testing.assert_allclose(scores.entropies, expected.entropies.numpy(), atol=1e-6)
@@ -479,7 +481,7 @@ def test_a_probe_changes_nothing_that_is_drawn() -> None:
 
 def test_stop_raises_before_the_batch_is_trained_and_warn_does_not() -> None:
     wrong = RESCORED["surprisal_as_entropy"]()
-    with pytest.raises(GuardError, match=r"surprisal_as_entropy: group 0 member .* not trained"):
+    with pytest.raises(GuardError, match=r"surprisal_as_entropy: group 0 member .* ends the run"):
         guard_of(guard="stop").check([[wrong]], 1)
     assert len(guard_of().check([[wrong]], 1)[0]) == 1
 

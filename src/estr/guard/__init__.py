@@ -110,7 +110,7 @@ class Guard:
         if findings and self._recipe.guard == "stop":
             raise GuardError(
                 "; ".join(f"{f.check}, {f.kind}: {f.message}" for f in findings[:3])
-                + '. The batch was not trained on. guard = "warn" goes on all the same'
+                + '. guard = "stop" ends the run before it trains on this; "warn" goes on'
             )
 
     def _rescore(self, groups: Sequence[TrainingGroup], metrics: Metrics) -> list[Finding]:

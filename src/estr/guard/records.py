@@ -220,7 +220,7 @@ class Surprise:
     def check(self, trajectories: Sequence[Trajectory]) -> list[Finding]:
         """Take a batch; what the last ones together say."""
         self._batches.append(_surprise(trajectories))
-        count, surprisal, entropy, variance = sum(self._batches)
+        count, surprisal, entropy, variance = np.sum(list(self._batches), axis=0)
         excess = surprisal - entropy
         spread = float(np.sqrt(variance))
         if abs(excess) <= max(SURPRISE_Z * spread, SURPRISE_SHARE * entropy):
