@@ -259,15 +259,17 @@ def test_the_structure_shares_nothing_with_the_model(tied: bool) -> None:
     model = tiny_model(tie_word_embeddings=tied)
     source = copy.deepcopy(model)
     rescorer = Rescorer(model)
-    assert {p.device.type for p in rescorer.parameters()} == {"meta"}
+    assert {p.device.type for p in rescorer.structure.parameters()} == {"meta"}
     with torch.no_grad():
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.zero_()
     places = np.array([2, 3])
-    scores = rescorer.score(state_of(source), np.array([1, 5, 9, 2]), places, 1.0)
+    rows = [np.array([1, 5, 9, 2]), np.array([1, 5])]
+    scores = rescorer.score(state_of(source), rows, [places, np.array([1])], 1.0)
+    assert {p.device.type for p in rescorer.structure.parameters()} == {"meta"}
     with torch.no_grad():
-        logits = source(torch.tensor([[1, 5, 9, 2]])).logits[0, 1:3]
-    expected = token_statistics(logits, torch.tensor([9, 2]))
+        logits = source(torch.tensor([[1, 5, 9, 2]])).logits[0, [1, 2, 0]]
+    expected = token_statistics(logits, torch.tensor([9, 2, 5]))
     np.testing.assert_allclose(scores.logprobs, expected.logprobs.numpy(), atol=1e-6)
     np.testing.assert_allclose(scores.entropies, expected.entropies.numpy(), atol=1e-6)
 
@@ -494,6 +496,19 @@ def test_a_used_up_budget_leaves_out_what_costs() -> None:
     assert found == []
     assert "guard_rescored_tokens" not in metrics.to_row()
     assert guard.check_canaries(engine_on(STRANGER, 1).probe(1.0)) == []
+
+
+def test_the_budget_is_of_all_processes() -> None:
+    budget = CpuBudget(share=0.0)
+    assert budget.allows()
+    budget.spent_s = 1.0
+    assert not budget.allows()
+    budget = CpuBudget(share=0.5)
+    budget.spent_s = 1e6
+    budget.share_with({"cpu_s": 2e6 + 10.0, "guard_s": 0.0})
+    assert budget.allows()
+    budget.share_with({"cpu_s": 2e6 + 10.0, "guard_s": 1e6})
+    assert not budget.allows()
 
 
 def test_forgetting_lets_a_group_be_trained_again() -> None:

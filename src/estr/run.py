@@ -148,7 +148,7 @@ class _Processes:
 
         async def check() -> list[Finding]:
             drawn = await self.engine.probe(recipe.sampling.temperature)
-            return await self.trainer.check_canaries(drawn)
+            return await self.trainer.check_canaries(drawn, self.engine.seen)
 
         return check
 

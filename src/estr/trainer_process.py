@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -23,8 +23,11 @@ class TrainerClient(Protocol):
         """One optimizer step per mini-batch; publishes the newest version when it is due."""
         ...
 
-    async def check_canaries(self, canaries: Sequence[Segment]) -> list[Finding]:
-        """What the guard says to an engine's canaries. Raises GuardError where guard = "stop"."""
+    async def check_canaries(
+        self, canaries: Sequence[Segment], engine: Mapping[str, float]
+    ) -> list[Finding]:
+        """What the guard says to an engine's canaries. engine: its statistics, whose CPU time
+        counts in the guard's budget. Raises GuardError where guard = "stop"."""
         ...
 
     async def publish(self) -> int:
@@ -83,9 +86,13 @@ class TrainerProcess:
         self.busy = busy_share(before, self._seen)
         return results
 
-    async def check_canaries(self, canaries: Sequence[Segment]) -> list[Finding]:
+    async def check_canaries(
+        self, canaries: Sequence[Segment], engine: Mapping[str, float]
+    ) -> list[Finding]:
         found: list[Finding]
-        found = await self.worker.call("check_canaries", canaries, timeout_s=self._timeout_s)
+        found = await self.worker.call(
+            "check_canaries", canaries, engine, timeout_s=self._timeout_s
+        )
         return found
 
     async def publish(self) -> int:
@@ -139,8 +146,13 @@ class TrainerHost:
         first.metrics.merge(metrics)
         return [dataclasses.replace(first, findings=tuple(found)), *others]
 
-    def check_canaries(self, canaries: Sequence[Segment]) -> list[Finding]:
-        return [] if self._guard is None else self._guard.check_canaries(canaries)
+    def check_canaries(
+        self, canaries: Sequence[Segment], engine: Mapping[str, float]
+    ) -> list[Finding]:
+        if self._guard is None:
+            return []
+        self._guard.budget.share_with(engine)
+        return self._guard.check_canaries(canaries)
 
     def publish(self) -> int:
         return self._trainer.publish()

@@ -222,15 +222,22 @@ def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float
 
 
 class CpuBudget:
-    """A share of this process's CPU time, since its start, for work that may be left out."""
+    """A share of CPU time, for work that may be left out: of this process's since its start, and of
+    others', as far as their `statistics` were given to `share_with`."""
 
     def __init__(self, share: float = 0.01) -> None:
         self.share = share
         self.spent_s = 0.0
+        self._others: Mapping[str, float] = {"cpu_s": 0.0, "guard_s": 0.0}
+
+    def share_with(self, others: Mapping[str, float]) -> None:
+        """Another process's latest statistics."""
+        self._others = others
 
     def allows(self) -> bool:
         """Is any of it left?"""
-        return self.spent_s <= self.share * time.process_time()
+        cpu_s = time.process_time() + self._others["cpu_s"]
+        return self.spent_s + self._others["guard_s"] <= self.share * cpu_s
 
     @contextlib.contextmanager
     def spending(self) -> Iterator[None]:

@@ -275,12 +275,11 @@ class LocalEngine:
         """The canaries (`estr.engine.canary_contexts`), each with the token drawn behind it in the
         middle of its distribution function. No request, cache or random number is touched."""
         contexts = canary_contexts(self._runner.vocab_size)
-        logits = self._runner.last_logits(contexts)
-        middle = np.full(len(contexts), 0.5)
+        logits = self._runner.plain_logits(contexts[-1])[[len(c) - 1 for c in contexts]]
         draws = draw(
             logits,
             [temperature] * len(contexts),
-            middle,
+            np.full(len(contexts), 0.5),
             vocab_size=self._runner.vocab_size,
             gini=False,
         )

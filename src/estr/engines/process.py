@@ -37,7 +37,7 @@ class EngineProcess:
     def __init__(self, worker: Worker, version: int) -> None:
         self.worker = worker
         self._version = version
-        self._seen = self._told = {"busy_s": 0.0, "wall_s": 0.0}
+        self._seen = self._told = {"busy_s": 0.0, "wall_s": 0.0, "cpu_s": 0.0, "guard_s": 0.0}
         self._share = 0.0
         self.position: Position | None = None
         """Of a deterministic engine: where its schedule stood at the last snapshot."""
@@ -122,6 +122,11 @@ class EngineProcess:
             before, self._told = self._told, self._seen
             self._share = busy_share(before, self._told)
         return self._share
+
+    @property
+    def seen(self) -> dict[str, float]:
+        """The statistics that `watch` has seen last."""
+        return self._seen
 
     async def close(self) -> None:
         await self.worker.close()

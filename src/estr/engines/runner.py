@@ -79,17 +79,11 @@ class ModelRunner:
         )
         return logits[:, 0]
 
-    def last_logits(self, contexts: Sequence[Int32Array]) -> Tensor:
-        """Logits [n, vocabulary] of what follows each whole context, through a cache of their own
-        that is dropped afterwards."""
-        cache, self.cache = self.cache, RowCache()
-        try:
-            self.cache.reserve(len(contexts), max(map(len, contexts)))
-            longer = [i for i, context in enumerate(contexts) if len(context) > 1]
-            self.prefill(longer, [contexts[i][:-1] for i in longer])
-            return self.decode([int(c[-1]) for c in contexts], [len(c) - 1 for c in contexts])
-        finally:
-            self.cache = cache
+    @torch.inference_mode()
+    def plain_logits(self, context: Int32Array) -> Tensor:
+        """Logits [n, vocabulary] behind each token of a context [n], without any cache."""
+        ids = torch.from_numpy(context.astype(np.int64))[None].to(self._device)
+        return self._head.logits(ids, use_cache=False)[0]
 
     def _forward(self, input_ids: Tensor, *, want_logits: bool = False, **inputs: Any) -> Tensor:
         if want_logits or self._head.weight is None:

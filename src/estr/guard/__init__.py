@@ -195,17 +195,21 @@ class Guard:
         ]
 
     def _wrong(self, units: Sequence[Unit], lag: int) -> list[bool]:
-        """Which canaries differ from the version so much newer than the one that they name. One
-        whose version is retained no more cannot be judged: False, or True for another version."""
-        tolerance = self._tolerance or Tolerance(MAX_NOISE)
-        judged = []
-        for unit in units:
-            ids = unit.segment.token_ids.astype(np.int64)
-            version = int(unit.versions[0]) + lag
-            scores = self._score(version, ids, unit.places, unit.temperature)
-            unknown = lag != 0
-            judged.append(unknown if scores is None else examine(unit, scores, tolerance).any)
-        return judged
+        """Which canaries differ from the version so much newer than the one that they name. Of a
+        version that is retained no more: none for their own, all for another one. Of a noisy
+        sampler one token alone says little, so the limit is the widest."""
+        state = self._state(int(units[0].versions[0]) + lag)
+        if state is None:
+            return [lag != 0] * len(units)
+        rows = [unit.segment.token_ids.astype(np.int64) for unit in units]
+        places = [unit.places for unit in units]
+        scores = self._rescorer.score(state, rows, places, units[0].temperature)
+        exact = self._recipe.engine.dtype == "float32"
+        tolerance = Tolerance() if exact else Tolerance(MAX_NOISE)
+        return [
+            examine(unit, Scores(*(column[i : i + 1] for column in scores)), tolerance).any
+            for i, unit in enumerate(units)
+        ]
 
     def _retained(self) -> range:
         """The versions that may be in the store."""
@@ -218,7 +222,9 @@ class Guard:
     ) -> Scores | None:
         """Places of a sequence under a version; None where it is retained no more."""
         state = self._state(version)
-        return None if state is None else self._rescorer.score(state, ids, places, temperature)
+        if state is None:
+            return None
+        return self._rescorer.score(state, [ids], [places], temperature)
 
     def _state(self, version: int) -> dict[str, Tensor] | None:
         retained = self._retained()

@@ -11,8 +11,9 @@ can make both sides wrong in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
@@ -51,42 +52,60 @@ class Scores(NamedTuple):
     gini: FloatArray
 
 
-class Rescorer(nn.Module):
+class Rescorer:
     """Scores tokens under any state of a transformers causal LM, in float32.
 
     model is read once, for its structure, and not kept. vocab_size: number of real token ids.
     """
 
     def __init__(self, model: Any, *, vocab_size: int | None = None) -> None:
-        super().__init__()
         plain = split_head(model).weight is not None
-        self.model = _structure(model)
-        self._head = Head(self.model, self.model.get_output_embeddings() if plain else None)
+        self.structure = _structure(model)
+        self._head = Head(self.structure, self.structure.get_output_embeddings() if plain else None)
         self._vocab_size = vocab_size
         self._device = next(model.parameters()).device
+        self._slots = _slots(self.structure)
 
+    @torch.no_grad()
     def score(
-        self, state: Mapping[str, Tensor], ids: IntArray, places: IntArray, temperature: float
+        self,
+        state: Mapping[str, Tensor],
+        rows: Sequence[IntArray],
+        places: Sequence[IntArray],
+        temperature: float,
     ) -> Scores:
-        """The tokens at `places` (each at least 1) of the sequence `ids` [n] under `state`, a
-        published version: every parameter and persistent buffer, of any float type."""
-        last = int(places.max()) + 1
-        tokens = torch.from_numpy(np.asarray(ids[:last], dtype=np.int64))[None].to(self._device)
-        mask = torch.zeros(tokens.shape, dtype=torch.bool)
-        mask[0, torch.from_numpy(places)] = True
-        tensors = {
-            f"model.{name}": t.to(self._device, torch.float32) if t.is_floating_point() else t
-            for name, t in state.items()
-        }
-        with torch.no_grad():
-            scored: TokenStatistics = torch.func.functional_call(
-                self, tensors, (tokens, mask.to(self._device), temperature)
-            )
-        columns = [column.double().cpu().numpy() for column in scored if column is not None]
-        return Scores(*columns)
+        """The tokens at places[i] (each at least 1, rising) of the sequence rows[i], row by row,
+        under `state`, a published version: every parameter and persistent buffer, of any float
+        type."""
+        ids = np.zeros((len(rows), max(int(p[-1]) for p in places) + 1), dtype=np.int64)
+        mask = np.zeros(ids.shape, dtype=np.bool_)
+        for i, (row, wanted) in enumerate(zip(rows, places, strict=True)):
+            stop = int(wanted[-1]) + 1  # nothing behind the last one is read
+            ids[i, :stop] = row[:stop]
+            mask[i, wanted] = True
+        tokens = torch.from_numpy(ids).to(self._device)
+        with self._holding(state):
+            scored = self._statistics(tokens, torch.from_numpy(mask).to(self._device), temperature)
+        return Scores(*(c.double().cpu().numpy() for c in scored if c is not None))
 
-    def forward(self, tokens: Tensor, mask: Tensor, temperature: float) -> TokenStatistics:
-        """Statistics of the tokens under `mask` [1, n], in order."""
+    @contextlib.contextmanager
+    def _holding(self, state: Mapping[str, Tensor]) -> Iterator[None]:
+        """The structure with these tensors in its places, tied ones in all of theirs."""
+        before = [
+            (slots, name, slots[name]) for places in self._slots.values() for slots, name in places
+        ]
+        try:
+            for key, tensor in state.items():
+                if tensor.is_floating_point():
+                    tensor = tensor.to(self._device, torch.float32)
+                for tensors, name in self._slots[key]:
+                    tensors[name] = tensor.to(self._device)
+            yield
+        finally:
+            for tensors, name, tensor in before:
+                tensors[name] = tensor
+
+    def _statistics(self, tokens: Tensor, mask: Tensor, temperature: float) -> TokenStatistics:
         settings: dict[str, Any] = {"temperature": temperature, "vocab_size": self._vocab_size}
         weight = self._head.weight
         if weight is None:
@@ -94,6 +113,22 @@ class Rescorer(nn.Module):
             return token_statistics(states, drawn, **settings)
         states, drawn = next_token(self._head.hidden(tokens), tokens, mask)
         return statistics_from_hidden(states, weight, drawn, head_bias=self._head.bias, **settings)
+
+
+Slot = tuple[dict[str, Any], str]
+
+
+def _slots(model: nn.Module) -> dict[str, list[Slot]]:
+    """Where each tensor of a published state stands: a dictionary of a module, and the name in it;
+    a tied one stands in several."""
+    of: dict[int, list[Slot]] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is not None:
+                    of.setdefault(id(tensor), []).append((tensors, name))
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers()]
+    return {name: of[id(tensor)] for name, tensor in named}
 
 
 def _structure(model: Any) -> Any:
