@@ -170,7 +170,7 @@ def test_consistent_data_is_found_consistent(number: int, switch: int) -> None:
     found, metrics = guard_of().check([[group_of(number, 2, switch=switch)]], 1)
     assert found == []
     row = metrics.to_row()
-    assert row["guard_rescored_tokens"] == 12
+    assert row["guard_rescored_tokens"] == (12 - switch if 0 < switch < 12 else 12)
     assert row["guard_gap"] < 1e-4
 
 
@@ -231,10 +231,13 @@ RESCORED: dict[str, Callable[[], TrainingGroup]] = {
 
 @pytest.mark.parametrize("kind", RESCORED)
 def test_re_scoring_names_the_fault(kind: str) -> None:
-    found, metrics = guard_of().check([[RESCORED[kind]()]], 1)
-    assert f"rescore/{kind}" in kinds(found)
-    assert [f.kind for f in found if f.check == "rescore"] == [kind]
-    assert metrics.to_row()["guard_gap"] > 1e-4
+    guard, found, gap = guard_of(), [], 0.0
+    for _ in range(3):  # behind a switch, before one, anywhere
+        some, metrics = guard.check([[RESCORED[kind]()]], 1)
+        found += [f for f in some if f.check == "rescore"]
+        gap = max(gap, metrics.to_row()["guard_gap"])
+    assert {f.kind for f in found} == {kind}
+    assert gap > 1e-4
 
 
 def test_what_no_single_version_reproduces_is_left_out() -> None:
@@ -488,14 +491,15 @@ def test_stop_raises_before_the_batch_is_trained_and_warn_does_not() -> None:
     assert len(guard_of().check([[wrong]], 1)[0]) == 1
 
 
-def test_a_used_up_budget_leaves_out_what_costs() -> None:
+def test_a_used_up_budget_leaves_out_re_scoring_twice() -> None:
     guard = guard_of()
     guard.budget = CpuBudget(share=0.0)
     guard.budget.spent_s = 1.0
-    found, metrics = guard.check([[RESCORED["surprisal_as_entropy"]()]], 1)
-    assert found == []
-    assert "guard_rescored_tokens" not in metrics.to_row()
-    assert guard.check_canaries(engine_on(STRANGER, 1).probe(1.0)) == []
+    for number in range(3):
+        group = altered(group_of(number, 2), with_drawn(behavior_entropies=lambda x: x + 0.1))
+        found, metrics = guard.check([[group]], 1)
+        assert ("guard_rescored_tokens" in metrics.to_row()) == (number == 2)
+    assert kinds(found) == {"rescore/foreign_entropies"}
 
 
 def test_the_budget_is_of_all_processes() -> None:

@@ -2,9 +2,9 @@
 
     python tools/faults --clean 20            (make faults)
 
-Each fault begins after three steps; it counts as detected if a finding comes before the third step
-that would train on faulty data is over, and nothing was found before the fault began. Clean runs
-have seeds of their own. The last line is JSON.
+Each fault begins after three steps; it counts as detected if the first finding names it, and comes
+before the third step on faulty data is over. Clean runs have seeds of their own. The last line is
+JSON.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ STEPS = 14
 WITHIN = 3
 
 
-def detected(outcome: Outcome) -> bool:
-    """Caught in time, and not before it began."""
+def detected(outcome: Outcome, fault: Fault) -> bool:
+    """Is the first finding the right one, in time, and not before the fault began?"""
     if outcome.caught is None or outcome.first_hit is None:
+        return False
+    if (outcome.check, outcome.kind) not in fault.expected:
         return False
     return ARMED_AFTER < outcome.caught < outcome.first_hit + WITHIN
 
@@ -34,8 +36,7 @@ def shown(outcome: Outcome, fault: Fault) -> dict[str, object]:
     """One fault's line of the table."""
     return {
         "fault": outcome.fault,
-        "detected": detected(outcome),
-        "named": (outcome.check, outcome.kind) in fault.expected,
+        "detected": detected(outcome, fault),
         "check": outcome.check,
         "kind": outcome.kind,
         "first_faulty_step": outcome.first_hit,
@@ -80,7 +81,6 @@ def main() -> None:
     result = {
         "faults": len(details),
         "detected": caught,
-        "named": sum(bool(d["named"]) for d in details),
         "false_alarms": false_alarms,
         "clean_runs": clean,
         "alarms_per_run_below": round(3.0 / clean, 3) if clean and not false_alarms else None,

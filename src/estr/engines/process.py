@@ -30,6 +30,9 @@ SNAPSHOT_TIMEOUT_S = 600.0
 
 _WATCH_S = 1.0
 
+_CANARY_SHARE = 0.002
+"""Of the engine's CPU time. The guard spends about as much again on what each answer should be."""
+
 
 class EngineProcess:
     """The Engine protocol over a spawned LocalEngine."""
@@ -170,7 +173,7 @@ class EngineHost:
         self._results: list[tuple[int, Any]] = []
         self._started = time.monotonic()
         self._busy_s = 0.0
-        self._budget = CpuBudget()
+        self._budget = CpuBudget(_CANARY_SHARE)
 
     def generate(self, number: int, request: Request) -> None:
         self._numbers[request.id] = number

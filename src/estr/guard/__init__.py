@@ -5,9 +5,9 @@
         rescore      log-probs and entropies of one segment's tokens   under their own version
     canaries --check_canaries--> Guard --> findings                    after every weight switch
 
-It draws no random number, and nothing that training computes depends on it. What re-scoring and
-canaries cost is held under a share of the process's CPU time (`worker.CpuBudget`): where it is used
-up they are left out until it is not. `docs/guard.md` has the table of faults.
+It draws no random number, and nothing that training computes depends on it. Re-scoring and canaries
+share a small part of the CPU time (`worker.CpuBudget`): where it is used up they are left out, but
+never more than twice in a row. `docs/guard.md` has the table of faults.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Guard:
         """What an engine drew after a switch, compared with the version that it claims. Raises
         GuardError as `check` does."""
         found: list[Finding] = []
-        if canaries and self.budget.allows():
+        if canaries:
             with self.budget.spending():
                 found = self._check_canaries(canaries)
         self.stop_on(found)

@@ -2,7 +2,7 @@
 
     Rescorer            the model's structure without its weights; score(state, ids, places)
     Tolerance           how far a recorded value may lie from its re-scored one
-    pick(...)           the tokens of this step: Unit (one segment, one version or two that meet)
+    pick(...)           the tokens of this step: Unit (of one segment and one version)
 
 The structure shares no tensor with the trainer's model, takes no memory beyond its buffers, and is
 given a whole published state for each pass, so that nothing that happens to the trainer's model
@@ -231,15 +231,16 @@ def score_unit(unit: Unit, score: Score) -> tuple[Unit, Scores]:
 def pick(
     trajectories: Sequence[Trajectory], number: int, *, kv: KVPolicy, retained: Sequence[int]
 ) -> Unit | None:
-    """The tokens to be scored again in step `number`: every other step those around a switch of
-    weights, if there is one, else those of the next trajectory in turn. None: nothing can be."""
+    """The tokens to be scored again, for the time number `number`: of three times once those behind
+    a switch of weights, once those before one, and once those of the next trajectory in turn, which
+    also stands in where there is no switch. None: nothing can be."""
     units = [(t, s) for t in trajectories for s in range(len(t.segments))]
     units = [(t, s) for t, s in units if t.sampling.temperature > 0 and t.turns]
     if not units:
         return None
     start = number * 7919 % len(units)
     order = units[start:] + units[:start]
-    if number % 2 == 0:
+    if number % 3 < 2:
         switched = next(((t, s) for t, s in order if _num_versions(t.segments[s]) > 1), None)
         order = [switched, *order] if switched is not None else order
     for trajectory, index in order[:4]:
@@ -257,19 +258,20 @@ def _num_versions(segment: Segment) -> int:
 def unit_of(
     trajectory: Trajectory, index: int, number: int, *, kv: KVPolicy, retained: Sequence[int]
 ) -> Unit | None:
-    """The tokens of one segment that can be scored again, of two neighboring versions at most."""
+    """The tokens of one segment that can be scored again, of one version (see `pick`)."""
     segment = trajectory.segments[index]
     places = np.flatnonzero(segment.sampled[:MAX_TOKENS])
     places = places[places > 0]
     if kv == "keep" and len(places):  # what follows a switch is of a hybrid
         places = places[segment.versions[places] == segment.versions[places[0]]]
     places = places[np.isin(segment.versions[places], list(retained))]
-    versions = np.unique(segment.versions[places])
-    if len(versions) > 2:
-        first = number // 2 % (len(versions) - 1)
-        places = places[np.isin(segment.versions[places], versions[first : first + 2])]
     if not len(places):
         return None
+    versions = np.unique(segment.versions[places])
+    nth = number // 3
+    if len(versions) > 1 and number % 3 < 2:
+        nth = nth % (len(versions) - 1) + (number % 3 == 0)
+    places = places[segment.versions[places] == versions[nth % len(versions)]]
     turns = tuple(turn for turn in trajectory.turns if turn.segment == index)
     name = f"{trajectory.id}, segment {index}"
     return Unit(name, segment, places, trajectory.sampling.temperature, turns)
