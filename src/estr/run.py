@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import shutil
 import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -143,6 +144,11 @@ class _Processes:
         """Shares of wall time that the processes spent at work since the last step."""
         return {"engine_busy": self.engine.take_busy(), "trainer_busy": self.trainer.busy}
 
+    async def statistics(self) -> list[dict[str, float]]:
+        """Of engine and trainer, and the CPU time of this process."""
+        own = {"cpu_s": time.process_time(), "guard_s": 0.0}
+        return [await self.engine.statistics(), await self.trainer.statistics(), own]
+
     def canaries(self, recipe: Recipe) -> Callable[[], Coroutine[Any, Any, list[Finding]]]:
         """What the engine draws behind fixed prompts, judged by the trainer's guard."""
 
@@ -257,10 +263,10 @@ async def _run(
         loop.reporter.started(recipe, folder, loop.step)
         if not loop.evaluations.found and not loop.stopping:
             await loop.evaluations.evaluate(version, recipe.eval.final_problems)
-        before = [await processes.engine.statistics(), await processes.trainer.statistics()]
+        before = await processes.statistics()
         await loop.run()
-        after = [await processes.engine.statistics(), await processes.trainer.statistics()]
-        shares = [busy_share(a, b) for a, b in zip(before, after, strict=True)]
+        after = await processes.statistics()
+        shares = [busy_share(a, b) for a, b in zip(before[:2], after[:2], strict=True)]
         shares.append(guard_share(before, after))
         # What was learned is safe before anything else can fail.
         await loop.checkpoint()

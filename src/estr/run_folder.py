@@ -34,8 +34,8 @@ class Summary:
     """What came of a run. Accuracies are held-out (None: not measured); best_accuracy is that of
     model/best, which has the highest lower end of its interval; staleness is over the
     trained trajectories; engine_busy and trainer_busy are shares of the training's wall time;
-    guard_share is the guard's of the CPU time of engine and trainer during it; findings: how often
-    the guard found what, by check and kind."""
+    guard_share is the guard's of the CPU time of engine, trainer and controller during it;
+    findings: how often the guard found what, by check and kind."""
 
     name: str
     steps: int

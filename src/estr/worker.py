@@ -222,14 +222,15 @@ def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float
 
 
 class CpuBudget:
-    """A share of CPU time, for work that may be left out: of this process's since its start, and of
-    others', as far as their `statistics` were given to `share_with`. Never is it left out more than
-    twice in a row, whatever it costs."""
+    """A share of CPU time, for work that may be left out: of this process's since this was made,
+    and of others', as far as their `statistics` were given to `share_with`. The first time it is
+    never left out, and never more than twice in a row, whatever it costs."""
 
     def __init__(self, share: float = 0.01) -> None:
         self.share = share
         self.spent_s = 0.0
-        self._left_out = 0
+        self._since_s = time.process_time()
+        self._left_out = 2
         self._others: Mapping[str, float] = {"cpu_s": 0.0, "guard_s": 0.0}
 
     def share_with(self, others: Mapping[str, float]) -> None:
@@ -238,7 +239,7 @@ class CpuBudget:
 
     def allows(self) -> bool:
         """May the work be done now? To be asked once for each time that it is due."""
-        cpu_s = time.process_time() + self._others["cpu_s"]
+        cpu_s = time.process_time() - self._since_s + self._others["cpu_s"]
         within = self.spent_s + self._others["guard_s"] <= self.share * cpu_s
         self._left_out = 0 if within or self._left_out == 2 else self._left_out + 1
         return self._left_out == 0

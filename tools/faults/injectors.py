@@ -243,7 +243,7 @@ def _dropped_last(segment: Segment) -> dict[str, Any]:
 
 
 class CrossedAnswers(Fault):
-    """A request gets the answer to another group's, the one before it."""
+    """A request gets the newest answer to another group's that is not too old for it."""
 
     name = "crossed answers"
     expected = (("rescore", "foreign_weights"),)
@@ -251,15 +251,21 @@ class CrossedAnswers(Fault):
     def __init__(self, max_staleness: int = 4) -> None:
         super().__init__()
         self._max_staleness = max_staleness
-        self._last: tuple[int, Segment] | None = None
+        self._last: dict[int, Segment] = {}
 
     def answer(self, request: Request, segment: Segment) -> Segment:
-        last, self._last = self._last, (request.id.group, segment)
         oldest = request.deadline_version - self._max_staleness
-        if last is None or last[0] == request.id.group or last[1].versions.min() < oldest:
+        others = [
+            answer
+            for group, answer in self._last.items()
+            if group != request.id.group and answer.versions.min() >= oldest
+        ]
+        self._last.pop(request.id.group, None)
+        self._last[request.id.group] = segment
+        if not others:
             return segment
         self.hit.add(request.id)
-        return last[1]
+        return others[-1]
 
 
 class TrainedTwice(Fault):

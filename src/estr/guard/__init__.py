@@ -1,7 +1,8 @@
 """The guard: is the data what the trainer takes it for?
 
     mini-batches --check--> Guard --> findings      before every batch, in the trainer's process
-        records      labels, advantages, alignment, surprise, twice    every trajectory
+        records      labels, advantages, surprise, twice               every trajectory
+                     alignment                                         every other one
         rescore      log-probs and entropies of one segment's tokens   under their own version
     canaries --check_canaries--> Guard --> findings                    after every weight switch
 
@@ -24,7 +25,7 @@ from ..types import Finding, Segment, Trajectory
 from ..weights import WeightStore
 from ..worker import CpuBudget
 from .diagnosis import diagnose, examine
-from .records import Surprise, Trained, check_records
+from .records import Surprise, Trained, check_advantages, check_alignment, check_labels
 from .rescore import (
     MAX_NOISE,
     IntArray,
@@ -64,6 +65,7 @@ class Guard:
         self._trained, self._surprise = Trained(), Surprise()
         self._states: dict[int, dict[str, Tensor]] = {}
         self._bad_canaries: set[int] = set()
+        self._batches = 0
         self._number = 0
         self.budget = CpuBudget()
 
@@ -85,8 +87,14 @@ class Guard:
         before = self.budget.spent_s
         with self.budget.spending():
             groups = [group for minibatch in minibatches for group in minibatch]
-            found = check_records(groups, loss=self._recipe.loss, seed=self._recipe.seed)
-            found += self._surprise.check([t for group in groups for t in group.trajectories])
+            trajectories = [t for group in groups for t in group.trajectories]
+            self._batches += 1
+            found = [
+                *check_labels(groups, seed=self._recipe.seed),
+                *check_advantages(groups, loss=self._recipe.loss),
+                *check_alignment(trajectories[self._batches % 2 :: 2]),
+                *self._surprise.check(trajectories),
+            ]
             found += self._trained.check(groups, version)
         if self.budget.allows():
             with self.budget.spending():

@@ -101,17 +101,22 @@ class _Case:
         self, retained: Sequence[int], foreign_weights: bool
     ) -> Iterator[tuple[str, str]]:
         """(kind, words) of those that explain it, the most particular first."""
-        if not self.gaps.entropies.any():
+        only_logprobs = not self.gaps.entropies.any()
+        only_entropies = not self.gaps.logprobs.any()
+        if only_logprobs:
             yield from self._shifted(logprobs=True)
-            yield "foreign_logprobs", "the entropies agree, the log-probs are of nothing known"
-        if not self.gaps.logprobs.any():
+        elif only_entropies:
             if self._is_surprisal():
                 yield "surprisal_as_entropy", "what is called entropy is -log-prob"
             yield from self._shifted(entropies=True)
-            yield "foreign_entropies", "the log-probs agree, the entropies are of nothing known"
-        yield from self._shifted(logprobs=True, entropies=True)
+        else:
+            yield from self._shifted(logprobs=True, entropies=True)
         yield from self._temperature()
         yield from self._version(retained)
+        if only_logprobs:
+            yield "foreign_logprobs", "the entropies agree, the log-probs are of nothing known"
+        if only_entropies:
+            yield "foreign_entropies", "the log-probs agree, the entropies are of nothing known"
         if not foreign_weights:
             yield from self._kept_cache()
             yield from self._context()
@@ -196,14 +201,14 @@ class _Case:
             yield "wrong_version", f"they were drawn under the version {lag:+d} from their own"
 
     def _kept_cache(self) -> Iterator[tuple[str, str]]:
-        """Every differing token follows a switch inside its own turn."""
+        """Every differing token follows a switch inside its own turn, and others agree."""
         wrong = self.wrong
         after = np.zeros(len(wrong), dtype=bool)
         for turn in self.unit.turns:
             inside = (self.unit.places >= turn.start) & (self.unit.places < turn.stop)
             whole = self.unit.segment.versions[turn.start : turn.stop]
             after |= inside & (self.unit.segment.versions[self.unit.places] != whole[0])
-        if after.any() and not (wrong & ~after).any():
+        if after.any() and not after.all() and not (wrong & ~after).any():
             yield (
                 "kept_cache",
                 "all of them follow a switch of weights inside their turn: keys and values were "

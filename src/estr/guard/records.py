@@ -1,9 +1,8 @@
 """What the columns and labels of a batch say about themselves: no model, no torch.
 
-    check_records(groups, loss, seed)
-        check_labels       every trajectory belongs to its group, its members to one problem
-        check_advantages   the advantages are those of the group's rewards
-        check_alignment    mask, turns, log-probs and entropies speak of the same tokens
+    check_labels           every trajectory belongs to its group, its members to one problem
+    check_advantages       the advantages are those of the group's rewards
+    check_alignment        mask, turns, log-probs and entropies speak of the same tokens
     Surprise.check         tokens are as surprising as their distributions promise
     Trained.check          no group is trained twice
 
@@ -35,18 +34,6 @@ SURPRISE_SHARE = 0.25
 
 _REMEMBERED = 100_000
 """Trained groups whose ids are remembered."""
-
-
-def check_records(
-    groups: Sequence[TrainingGroup], *, loss: LossOptions, seed: int
-) -> list[Finding]:
-    """All checks of this module that need one batch only. seed: the run's, which names rollouts."""
-    trajectories = [t for group in groups for t in group.trajectories]
-    return [
-        *check_labels(groups, seed=seed),
-        *check_advantages(groups, loss=loss),
-        *check_alignment(trajectories),
-    ]
 
 
 def check_labels(groups: Sequence[TrainingGroup], *, seed: int) -> Iterator[Finding]:

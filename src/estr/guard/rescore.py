@@ -2,7 +2,7 @@
 
     Rescorer            the model's structure without its weights; score(state, ids, places)
     Tolerance           how far a recorded value may lie from its re-scored one
-    pick(...)           the tokens of this step: Unit (of one segment and one version)
+    pick(...)           the tokens of this step: Unit (of one segment, one version or two)
 
 The structure shares no tensor with the trainer's model, takes no memory beyond its buffers, and is
 given a whole published state for each pass, so that nothing that happens to the trainer's model
@@ -231,16 +231,16 @@ def score_unit(unit: Unit, score: Score) -> tuple[Unit, Scores]:
 def pick(
     trajectories: Sequence[Trajectory], number: int, *, kv: KVPolicy, retained: Sequence[int]
 ) -> Unit | None:
-    """The tokens to be scored again, for the time number `number`: of three times once those behind
-    a switch of weights, once those before one, and once those of the next trajectory in turn, which
-    also stands in where there is no switch. None: nothing can be."""
+    """The tokens to be scored again, for the time number `number`: of three times once those on
+    both sides of a switch of weights, if there is one, else those of the next trajectory in turn,
+    of one version. None: nothing can be."""
     units = [(t, s) for t in trajectories for s in range(len(t.segments))]
     units = [(t, s) for t, s in units if t.sampling.temperature > 0 and t.turns]
     if not units:
         return None
     start = number * 7919 % len(units)
     order = units[start:] + units[:start]
-    if number % 3 < 2:
+    if number % 3 == 0:
         switched = next(((t, s) for t, s in order if _num_versions(t.segments[s]) > 1), None)
         order = [switched, *order] if switched is not None else order
     for trajectory, index in order[:4]:
@@ -258,7 +258,8 @@ def _num_versions(segment: Segment) -> int:
 def unit_of(
     trajectory: Trajectory, index: int, number: int, *, kv: KVPolicy, retained: Sequence[int]
 ) -> Unit | None:
-    """The tokens of one segment that can be scored again, of one version (see `pick`)."""
+    """The tokens of one segment that can be scored again, of one version or of two that meet (see
+    `pick`)."""
     segment = trajectory.segments[index]
     places = np.flatnonzero(segment.sampled[:MAX_TOKENS])
     places = places[places > 0]
@@ -268,10 +269,9 @@ def unit_of(
     if not len(places):
         return None
     versions = np.unique(segment.versions[places])
-    nth = number // 3
-    if len(versions) > 1 and number % 3 < 2:
-        nth = nth % (len(versions) - 1) + (number % 3 == 0)
-    places = places[segment.versions[places] == versions[nth % len(versions)]]
+    wanted = 2 if number % 3 == 0 else 1
+    first = number // 3 % max(1, len(versions) - wanted + 1)
+    places = places[np.isin(segment.versions[places], versions[first : first + wanted])]
     turns = tuple(turn for turn in trajectory.turns if turn.segment == index)
     name = f"{trajectory.id}, segment {index}"
     return Unit(name, segment, places, trajectory.sampling.temperature, turns)
