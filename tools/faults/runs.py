@@ -186,6 +186,9 @@ async def _play(
     where = resolve_model(recipe.model)
     store = MemoryWeightStore(keep=recipe.max_staleness + 2)
     host = TrainerHost(where, recipe, store)
+    if host._guard is not None:
+        # Steps of an eighth of the default size leave an eighth of the time for a look at each.
+        host._guard.budget.share *= 8.0
     model = load_model(where, dtype=recipe.engine.dtype)
     engine = LocalEngine(
         model, max_batch=recipe.engine.max_batch, vocab_size=vocabulary_size(where, model)
