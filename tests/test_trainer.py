@@ -198,7 +198,7 @@ def test_a_proximal_pass_is_made_only_when_asked_for(
 ) -> None:
     own = trainer(**table)
     without_gradient = []
-    score = own._score
+    score = own.score
 
     def counted(batch):
         without_gradient.append(not torch.is_grad_enabled())
