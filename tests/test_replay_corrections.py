@@ -79,6 +79,7 @@ def make_run(folder: Path, model: Path, correction: Any, **table: Any) -> RunFol
                     [t for g in part for t in g.trajectories],
                     result.consumptions,
                     described(recipe.correction),
+                    recipe.loss.aggregation,
                 ),
             )
             lines.append(json.dumps({"step": result.step, **result.metrics.to_row()}) + "\n")
@@ -154,7 +155,7 @@ def test_the_verdicts_of_a_run_come_out_as_they_were(
 ) -> None:
     """To the last bit, and the loss with them."""
     run = make_run(tmp_path, model, correction, **table)
-    found = replay_corrections(run.path, ["none", "tis:level=sequence"])
+    found = replay_corrections(run.path, ["none", "icepop:beta=1.1"])
     assert (found.check.kept_differ, found.check.clipped_differ, found.check.first) == (0, 0, None)
     assert found.check.tokens == found.tokens > 100
     own = found.figures[0]
@@ -167,6 +168,24 @@ def test_the_verdicts_of_a_run_come_out_as_they_were(
     assert clipped > 0 or kept < found.tokens, "something was rejected or clipped at all"
     rows = [json.loads(line) for line in (run.path / "metrics.jsonl").read_text().splitlines()]
     assert own.loss == pytest.approx(sum(r["loss"] for r in rows) / len(rows), abs=1e-6)
+
+
+def test_corrections_on_sequences_see_whole_trajectories(model: Path, tmp_path: Path) -> None:
+    """A run cut in small micro-batches, asked about one: the weight of every token of a trajectory
+    is the product of its ratios, by hand."""
+    run = make_run(tmp_path, model, "estr")
+    found = replay_corrections(run.path, ["tis:level=sequence,cap=1.05"])
+    assert found.check.kept_differ == found.check.clipped_differ == 0
+    weights = []
+    for step in found.steps:
+        one = read_step(run.path, step)
+        for t, made in zip(one.trajectories, one.consumptions, strict=True):
+            (segment,) = t.segments
+            log_ratios = (made.policy_logprobs - segment.behavior_logprobs)[segment.sampled]
+            weights += [min(1.05, math.exp(log_ratios.sum()))] * len(log_ratios)
+    tis = found.figures[1]
+    assert (tis.kept, tis.weight_max) == (found.tokens, pytest.approx(1.05))
+    assert tis.weight_mean == pytest.approx(sum(weights) / len(weights), abs=1e-5)
 
 
 def test_a_verdict_that_was_not_so_is_noticed(tmp_path: Path, model: Path) -> None:
@@ -409,7 +428,9 @@ def test_steps_without_weights_are_named_with_the_nearest(trained: RunFolder) ->
 def test_log_probs_of_other_weights_are_refused(model: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, model, "estr")
     one = read_step(run.path, 3)
-    one.consumptions[0].policy_logprobs[:] -= np.float32(0.01)
+    made = one.consumptions[0]
+    shifted = replace(made, policy_logprobs=made.policy_logprobs - np.float32(0.01))
+    one = one._replace(consumptions=[shifted, *one.consumptions[1:]])
     for table in ("tokens", "trajectories"):
         part_path(run.path, table, 3).unlink()
     write_step(run.path, one)

@@ -17,15 +17,15 @@ from ..replay.results import Example, Gradients, Part, Replay, by_part
 
 Decode = Callable[[list[int]], str]
 
-_PARTS: tuple[tuple[Part, str], ...] = (
-    ("entropy_bin", "entropy from, nats"),
-    ("lag", "lag"),
-    ("signs", "sign of advantage, log_ratio"),
+_PARTS: tuple[tuple[Part, str, str], ...] = (
+    ("entropy_bin", "entropy (nats, lower border)", "from"),
+    ("lag", "lag", "lag"),
+    ("signs", "signs of advantage and log_ratio", "signs"),
 )
 
 
 def print_replay(found: Replay, decode: Decode) -> None:
-    console = _console()
+    console = _console(len(found.labels))
     steps = found.steps
     for line in found.torn:
         _say(console, f"warning: {line}", "yellow")
@@ -51,19 +51,19 @@ def print_replay(found: Replay, decode: Decode) -> None:
         _say(console, f"left out: {label}: {reason}", "yellow")
     _print_figures(console, found)
     letters = _letters(found.labels)
-    agreement = [[f"{value:.2%}" for value in row] for row in found.agreement]
-    _print_matrix(console, "agreement: same kept", letters, agreement)
+    agreement = [[f"{100 * value:.2f}" for value in row] for row in found.agreement]
+    _print_matrix(console, "agreement: tokens with the same kept, %", letters, agreement)
     only = [[str(row[i] - both) for both in row] for i, row in enumerate(found.rejected_by_both)]
     _print_matrix(console, "tokens that the row rejects and the column keeps", letters, only)
     _print_cosines(console, "cosine of gradient coefficients", letters, found.cosine)
-    for part, name in _PARTS:
-        _print_part(console, found, part, name)
+    for part, name, head in _PARTS:
+        _print_part(console, found, part, name, head)
     for label, examples in groupby(found.examples, key=lambda example: example.correction):
         _print_examples(console, found, label, list(examples), decode)
 
 
 def print_gradients(found: Gradients) -> None:
-    console = _console()
+    console = _console(len(found.labels))
     _say(
         console,
         f"{found.run}: step {found.step}, {found.tokens:,} trained tokens, version {found.version} "
@@ -75,9 +75,7 @@ def print_gradients(found: Gradients) -> None:
         "policy log-probs scored again agree with the logged ones within "
         f"{found.max_difference:.1e}",
     )
-    table = Table(box=None, header_style="bold")
-    for name in ("", "correction", "loss", "gradient norm"):
-        table.add_column(name, justify="left" if name == "correction" else "right")
+    table = _table("", "correction", "loss", "gradient norm")
     for letter, gradient in zip(_letters(found.labels), found.gradients, strict=True):
         label = Text(printable(gradient.label))
         table.add_row(letter, label, f"{gradient.loss:+.6g}", f"{gradient.norm:.6g}")
@@ -100,8 +98,11 @@ def described(text: str) -> str:
     return " + ".join(parts)
 
 
-def _console() -> Console:
-    return Console(file=sys.stdout, soft_wrap=True, highlight=False)
+def _console(num_corrections: int) -> Console:
+    """As wide as the tables need, whatever the terminal says: nothing is cut off."""
+    console = Console(file=sys.stdout, soft_wrap=True, highlight=False)
+    console.width = max(console.width, 24 + 8 * num_corrections)
+    return console
 
 
 def _say(console: Console, text: str, style: str = "") -> None:
@@ -113,34 +114,43 @@ def _letters(labels: Sequence[str]) -> list[str]:
 
 
 def _print_figures(console: Console, found: Replay) -> None:
-    table = Table(box=None, header_style="bold")
-    heads = ("", "correction", "rho_mask", "clipped", "weight", "mass", "loss", "log_ratio² kept")
-    for name in heads:
-        table.add_column(name, justify="left" if name == "correction" else "right")
+    names = ("rho_mask", "clipped", "weight", "max", "mass", "loss", "log_ratio²")
+    table = _table("", "correction", *names)
     own = found.figures[0].mass
     for letter, figures in zip(_letters(found.labels), found.figures, strict=True):
-        weight = f"{figures.weight_mean:.3g}, at most {figures.weight_max:.3g}"
         table.add_row(
             letter,
             Text(printable(figures.label)),
             f"{figures.rho_mask:.3%}",
             f"{figures.clipped / max(1, found.tokens):.3%}",
-            "1" if figures.weight_mean == figures.weight_max == 1 else weight,
+            f"{figures.weight_mean:.3g}",
+            f"{figures.weight_max:.3g}",
             f"{figures.mass / own:.4f}" if own else "-",
             f"{figures.loss:+.4g}",
             f"{figures.second_moment:.3g}",
         )
     console.print(table)
-    _say(console, "mass: sum of |gradient coefficient|, that of A being 1; loss: mean over steps")
+    _say(
+        console,
+        "weight, max: of kept tokens; mass: sum of |gradient coefficient|, that of A being 1; "
+        "loss: mean over steps; log_ratio²: mean over kept tokens",
+        "dim",
+    )
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=None, header_style="bold")
+    for head in heads:
+        is_label = head == "correction"
+        table.add_column(head, justify="left" if is_label else "right", no_wrap=not is_label)
+    return table
 
 
 def _print_matrix(
     console: Console, title: str, letters: Sequence[str], rows: Sequence[Sequence[str]]
 ) -> None:
     _say(console, title, "bold")
-    table = Table(box=None, header_style="bold")
-    for name in ("", *letters):
-        table.add_column(name, justify="right")
+    table = _table("", *letters)
     for letter, row in zip(letters, rows, strict=True):
         table.add_row(letter, *row)
     console.print(table)
@@ -156,20 +166,21 @@ def _print_cosines(
     _print_matrix(console, title, letters, rows)
 
 
-def _print_part(console: Console, found: Replay, part: Part, name: str) -> None:
-    """rho_mask and share of the gradient mass of every correction."""
-    _say(console, f"rho_mask and share of the mass, by {name}", "bold")
-    table = Table(box=None, header_style="bold")
-    for head in (name, "tokens", *_letters(found.labels)):
-        table.add_column(head, justify="right")
+def _print_part(console: Console, found: Replay, part: Part, name: str, head: str) -> None:
+    """What every correction rejects of each part, and how its mass is shared out."""
+    letters = _letters(found.labels)
+    rejected = _table(head, "tokens", *letters)
+    shares = _table(head, "", *letters)
     totals = [figures.mass for figures in found.figures]
     for key, cell in by_part(found.cells, part).items():
-        shown = [
-            f"{1 - kept / cell.tokens:.2%} {mass / total if total else 0:4.0%}"
-            for kept, mass, total in zip(cell.kept, cell.mass, totals, strict=True)
-        ]
-        table.add_row(_key(key), f"{cell.tokens:,}", *shown)
-    console.print(table)
+        rho = (100 - 100 * kept / cell.tokens for kept in cell.kept)
+        rejected.add_row(_key(key), f"{cell.tokens:,}", *(f"{share:.2f}" for share in rho))
+        mass = zip(cell.mass, totals, strict=True)
+        shares.add_row(_key(key), "", *(f"{100 * m / t if t else 0:.1f}" for m, t in mass))
+    _say(console, f"rho_mask by {name}, %", "bold")
+    console.print(rejected)
+    _say(console, f"share of the mass by {name}, %", "bold")
+    console.print(shares)
 
 
 def _key(key: Any) -> str:
@@ -183,17 +194,11 @@ def _print_examples(
     letter = _letters(found.labels)[found.labels.index(label)]
     _say(console, f"judged differently by A and {letter} ({label})", "bold")
     for example in examples:
-        verdicts = " ".join(
-            f"{name}:{'clipped' if clipped else 'kept' if kept else 'rejected'}"
-            for name, kept, clipped in zip(
-                _letters(found.labels), example.kept, example.clipped, strict=True
-            )
-        )
         _say(
             console,
             f"  step {example.step} group {example.group} trajectory {example.trajectory} position "
             f"{example.position}: entropy {example.entropy:.3g}, log_ratio {example.log_ratio:+.3g}"
-            f", advantage {example.advantage:+.3g}, lag {example.lag}; {verdicts}",
+            f", advantage {example.advantage:+.3g}, lag {example.lag}; {_verdicts(example)}",
             "dim",
         )
         console.print(
@@ -204,3 +209,12 @@ def _print_examples(
                 printable(decode(list(example.after))),
             )
         )
+
+
+def _verdicts(example: Example) -> str:
+    """Who does what with the token: "rejected by A C, clipped by B"."""
+    groups: dict[str, list[str]] = {"kept": [], "clipped": [], "rejected": []}
+    letters = _letters([""] * len(example.kept))
+    for letter, kept, clipped in zip(letters, example.kept, example.clipped, strict=True):
+        groups["clipped" if clipped else "kept" if kept else "rejected"].append(letter)
+    return ", ".join(f"{verdict} by {' '.join(by)}" for verdict, by in groups.items() if by)

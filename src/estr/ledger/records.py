@@ -7,7 +7,7 @@ A part of an older schema lacks columns; what they would hold was not computed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -44,13 +44,13 @@ def read_step(run_folder: str | Path, step: int) -> StepRecord:
     columns, known = _arrays(tables["tokens"])
     totals = np.bincount(columns["trajectory"], minlength=len(rows)).tolist()
     spans = [slice(a, b) for a, b in pairwise(accumulate(totals, initial=0))]
-    passes = {name: known[name].any() for name in ("proximal_logprobs", "ref_logprobs")}
+    absent = {n for n in ("proximal_logprobs", "ref_logprobs") if not known[n].any()}
     return StepRecord(
         step,
         rows[0]["target_version"],
         rows[0]["version"],
         [_trajectory(row, columns, known, span) for row, span in zip(rows, spans, strict=True)],
-        [_consumption(row, columns, passes, span) for row, span in zip(rows, spans, strict=True)],
+        [_consumption(row, columns, absent, span) for row, span in zip(rows, spans, strict=True)],
         rows[0]["correction"],
         rows[0]["aggregation"],
     )
@@ -102,7 +102,7 @@ def _trajectory(row: Mapping[str, Any], columns: Arrays, known: Arrays, span: sl
 
 def _segment(columns: Arrays, known: Arrays, span: slice) -> Segment:
     sampled = columns["sampled"][span]
-    values = {column.name: columns[column.name][span] for column in COLUMNS}
+    values: dict[str, Any] = {column.name: columns[column.name][span] for column in COLUMNS}
     for column in COLUMNS:
         if column.optional and sampled.any() and not known[column.name][span].any():
             values[column.name] = None
@@ -110,9 +110,9 @@ def _segment(columns: Arrays, known: Arrays, span: slice) -> Segment:
 
 
 def _consumption(
-    row: Mapping[str, Any], columns: Arrays, passes: Mapping[str, bool], span: slice
+    row: Mapping[str, Any], columns: Arrays, absent: Collection[str], span: slice
 ) -> Consumption:
-    made = {name: columns[name][span] if passes.get(name, True) else None for name in CONSUMED}
+    made: dict[str, Any] = {n: None if n in absent else columns[n][span] for n in CONSUMED}
     return Consumption(advantage=row["advantage"], **made)
 
 
