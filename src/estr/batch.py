@@ -140,25 +140,31 @@ def make_batches(
     return batches
 
 
-def token_places(
-    batches: Sequence[Batch], trajectories: Sequence[Trajectory]
-) -> list[npt.NDArray[np.int64]]:
-    """Of each micro-batch, where its eligible tokens, in row order, stand among all tokens of the
-    trajectories, joined: int64 [N]. trajectories: as given to make_batches."""
-    starts = _starts(trajectories)
-    places = []
+class Places(NamedTuple):
+    """Where tokens stand among all tokens of the trajectories, joined. borders: where each
+    trajectory begins, and at last where all end. eligible[b]: of the eligible tokens of
+    micro-batch b, in row order, int64 [N]."""
+
+    borders: list[int]
+    eligible: list[npt.NDArray[np.int64]]
+
+
+def token_places(batches: Sequence[Batch], trajectories: Sequence[Trajectory]) -> Places:
+    """The places of the micro-batches' tokens. trajectories: as given to make_batches."""
+    borders = [*itertools.accumulate((t.num_tokens for t in trajectories), initial=0)]
+    eligible = []
     for batch in batches:
         segments = [_segment(trajectories, row) for row in batch.rows]
         lengths = [len(segment) for segment in segments]
         begins = [
-            starts[row.trajectory]
+            borders[row.trajectory]
             + sum(len(s) for s in trajectories[row.trajectory].segments[: row.segment])
             for row in batch.rows
         ]
         shifts = np.array(begins) - np.array([0, *itertools.accumulate(lengths[:-1])])
         drawn = np.flatnonzero(np.concatenate([segment.sampled for segment in segments]))
-        places.append(drawn + np.repeat(shifts, lengths)[drawn])
-    return places
+        eligible.append(drawn + np.repeat(shifts, lengths)[drawn])
+    return Places(borders, eligible)
 
 
 def scatter_back(
@@ -166,7 +172,7 @@ def scatter_back(
     tensors: Sequence[Tensor],
     trajectories: Sequence[Trajectory],
     *,
-    places: Sequence[npt.NDArray[np.int64]] | None = None,
+    places: Places | None = None,
 ) -> list[AnyArray]:
     """Per-token results of the micro-batches, back in the order of the trajectories.
 
@@ -183,9 +189,8 @@ def scatter_back(
         places = token_places(batches, trajectories)
     dtype = tensors[0].detach().cpu().numpy().dtype if tensors else np.dtype(np.float32)
     fill = {"f": math.nan, "b": False}.get(dtype.kind, NOT_SAMPLED)
-    starts = _starts(trajectories)
-    joined: AnyArray = np.full(starts[-1], fill, dtype=dtype)
-    for batch, tensor, where in zip(batches, tensors, places, strict=True):
+    joined: AnyArray = np.full(places.borders[-1], fill, dtype=dtype)
+    for batch, tensor, where in zip(batches, tensors, places.eligible, strict=True):
         mask = batch.loss_mask
         if tensor.shape not in (mask.shape, where.shape):
             raise ValueError(
@@ -194,12 +199,7 @@ def scatter_back(
             )
         values = tensor if tensor.dim() == 1 else tensor[mask]
         joined[where] = values.detach().cpu().numpy()
-    return [joined[start:stop] for start, stop in pairwise(starts)]
-
-
-def _starts(trajectories: Sequence[Trajectory]) -> list[int]:
-    """Where each trajectory begins when all their tokens are joined; at last, where they end."""
-    return [*itertools.accumulate((t.num_tokens for t in trajectories), initial=0)]
+    return [joined[start:stop] for start, stop in pairwise(places.borders)]
 
 
 def _check(

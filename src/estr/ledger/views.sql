@@ -53,10 +53,10 @@ denominators as (
     select
         step, group_id,
         surrogate_edge, clip_low, clip_high,
-        case aggregation
+        (case aggregation
             when 'batch' then sum(tokens_of_group) over (partition by step)
             else tokens_of_group * count(*) over (partition by step)
-        end as denominator
+        end)::double as denominator  -- a sum of counts has 128 bits, which is slow for every token
     from counted join settings using (step)
 ),
 terms as (

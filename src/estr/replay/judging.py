@@ -95,7 +95,7 @@ def cut_step(
         whole_trajectories=whole_trajectories,
         device=device,
     )
-    places = token_places(batches, trajectories)
+    places = token_places(batches, trajectories).eligible
     where = _joined(places).astype(np.int64)
     order = np.argsort(where)
 
