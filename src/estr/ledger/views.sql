@@ -15,7 +15,7 @@ with joined as (
         policy_logprobs, proximal_logprobs, ref_logprobs,
         kept, clipped,
         policy_logprobs - behavior_logprobs as log_ratio,
-        greatest(behavior_entropies, 0) as entropy,
+        not_negative(behavior_entropies) as entropy,
         eps, weight_edge
     from tokens
     join (
