@@ -1,16 +1,16 @@
 """One HTML page of any number of runs.
 
-    metrics.jsonl --curves-------+
-    ledger --------token_facts---+--> Report --page--> report.html
-           --------microscope----+
-    model/ --------texts---------+
+metrics.jsonl --curves-------+
+ledger --------token_facts---+--> Report --page--> report.html
+       --------microscope----+
+model/ --------texts---------+
 
-    curves         the course of every metric; intervals over seeds
-    token_facts    sums over all tokens and trajectories
-    microscope     some trajectories with all of their tokens, to be read
-    texts          what a token says
-    runs           all of these, of every run: plain data
-    page           the data as a page; assets/ holds its script and style sheet
+curves         the course of every metric; intervals over seeds
+token_facts    sums over all tokens and trajectories
+microscope     some trajectories with all of their tokens, to be read
+texts          what a token says
+runs           all of these, of every run: plain data
+page           the data as a page; assets/ holds its script and style sheet
 """
 
 from __future__ import annotations
@@ -35,5 +35,7 @@ def write_report(folders: Sequence[str | Path], out: Path, budget: Budget) -> Re
         aside.write_text(render(report), encoding="utf-8")
         aside.replace(out)
     except OSError as error:
-        raise DataError(f"cannot write {out}: {error.strerror}; choose a place with --out") from error
+        raise DataError(
+            f"cannot write {out}: {error.strerror}; choose a place with --out"
+        ) from error
     return report

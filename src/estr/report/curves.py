@@ -1,4 +1,4 @@
-"""metrics.jsonl as curves: thinned alike for all runs, with intervals over the seeds of a recipe."""
+"""metrics.jsonl as curves, thinned alike for all runs; intervals over the seeds of a recipe."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ MOST_POINTS = 500
 """Points of one curve; longer runs have so many consecutive steps drawn together."""
 
 SERIES = (
-    "reward_mean outcome_mean loss grad_norm lr rho_mask clip_fraction ratio_deviation "
-    "ratio_deviation_kept log_ratio_variance log_ratio_variance_kept kl_k1 kl_k3 "
-    "effective_sample_size behavior_entropy policy_entropy low_entropy_share lag_mean intra_mean "
-    "intra_max inter_mean inter_max staleness_mean staleness_max staleness_allowed length_mean "
-    "length_p90 length_trained_mean length_failed_mean engine_busy trainer_busy trainer_s "
-    "eligible_tokens num_trajectories num_groups num_zero_variance_groups num_unscored "
-    "skipped_updates nonfinite"
-).split()
+    "reward_mean", "outcome_mean", "loss", "grad_norm", "lr", "rho_mask", "clip_fraction",
+    "ratio_deviation", "ratio_deviation_kept", "log_ratio_variance", "log_ratio_variance_kept",
+    "kl_k1", "kl_k3", "effective_sample_size", "behavior_entropy", "policy_entropy",
+    "low_entropy_share", "lag_mean", "intra_mean", "intra_max", "inter_mean", "inter_max",
+    "staleness_mean", "staleness_max", "staleness_allowed", "length_mean", "length_p90",
+    "length_trained_mean", "length_failed_mean", "engine_busy", "trainer_busy", "trainer_s",
+    "eligible_tokens", "num_trajectories", "num_groups", "num_zero_variance_groups",
+    "num_unscored", "skipped_updates", "nonfinite",
+)  # fmt: skip
 """Metrics that the page draws; the meaning of each is in docs/metrics.md."""
 
 _SUMMED = ("eligible_tokens", "num_", "nonfinite", "skipped_", "status/")

@@ -131,20 +131,14 @@ def microscope(ledger: Ledger, texts: TokenTexts, budget: Budget) -> Microscope:
     """Choose trajectories and take their tokens out of the ledger."""
     connection = ledger.connection
     connection.execute(_FACTS)
-    num_all = ledger.query("select count(*) from microscope_facts").rows[0][0]
+    num_all, num_scorable = ledger.query(
+        "select count(*), count(max_score) from microscope_facts"
+    ).rows[0]
     wanted = min(budget.trajectories, num_all)
-    scored = -(-wanted // 3) if wanted < num_all else wanted
-    chosen = connection.execute(
-        _PICKED, {"scored": scored, "random": max(0, wanted - scored)}
-    ).fetchall()
-    # A run of which all fits in still lists its unscored trajectories.
-    if len(chosen) < wanted:
-        rest = {"scored": scored, "random": wanted - sum(row[2] == "score" for row in chosen)}
-        chosen = connection.execute(_PICKED, rest).fetchall()
+    scored = min(num_scorable, wanted if wanted == num_all else -(-wanted // 3))
+    chosen = connection.execute(_PICKED, {"scored": scored, "random": wanted - scored}).fetchall()
     rows = _rows(ledger, chosen, budget.tokens)
-    connection.execute(
-        "create temp table picked (step integer, trajectory integer, place integer)"
-    )
+    connection.execute("create temp table picked (step integer, trajectory integer, place integer)")
     if rows:
         connection.executemany(
             "insert into picked values (?, ?, ?)",
@@ -193,7 +187,7 @@ def _rows(
         row = found[place]
         if offset + row["num_tokens"] > most_tokens:
             continue
-        row["tau"] = _tau(row.pop("correction"))
+        row["tau"] = tau_of(row.pop("correction"))
         row["rewards"] = dict(row["rewards"] or {})
         row["turns"] = [list(turn.values()) for turn in row["turns"] or []]
         rows.append(TrajectoryRow(**row, picked=how, offset=offset))
@@ -201,8 +195,8 @@ def _rows(
     return rows
 
 
-def _tau(correction: str) -> float | None:
-    """The bound that the score is held to, if the step's correction holds it to one."""
+def tau_of(correction: str) -> float | None:
+    """What these corrections (JSON, as in the ledger) bound the score by; None: nothing."""
     for entry in json.loads(correction):
         if entry["name"] == "estr" and entry.get("scale", "entropy") == "entropy":
             return float(entry["tau"])

@@ -1,9 +1,9 @@
 """One HTML file: the data, packed; one script and one style sheet, both inline; nothing else.
 
-Whatever a model, a tool or a file name says is only ever in the packed data, which is base64 and so
-holds no character that means anything in HTML. The script puts it on the page as text nodes. And the
-page carries a Content-Security-Policy under which a browser runs this very script (by its hash) and
-none other, and opens no connection.
+Whatever a model, a tool or a file name says is only ever in the packed data, which is base64 and
+so holds no character that means anything in HTML. The script puts it on the page as text nodes. And
+the page carries a Content-Security-Policy under which a browser runs this very script (by its hash)
+and none other, and opens no connection.
 """
 
 from __future__ import annotations

@@ -12,11 +12,12 @@ from typing import Any
 from ..config import Recipe, load_recipe
 from ..errors import DataError
 from ..ledger import open_ledger
+from ..ledger.schema import described
 from ..metrics import read_metrics
 from ..run_folder import RunFolder
 from ..schedule import LOOP_FILE
 from .curves import Curves, Record, curves_of, over_seeds, statuses_of, stride_for
-from .microscope import Budget, Microscope, microscope
+from .microscope import Budget, Microscope, microscope, tau_of
 from .texts import texts_of_run
 from .token_facts import TokenFacts, token_facts
 
@@ -35,6 +36,7 @@ class RunReport:
     model: str
     task: str
     correction: str
+    tau: float | None
     max_staleness: int
     steps_planned: int
     steps_done: int
@@ -134,6 +136,7 @@ def _run(source: _Source, stride: int, recipe_number: int, budget: Budget) -> Ru
         model=recipe.model,
         task=str(recipe.task["name"]),
         correction=" + ".join(str(entry["name"]) for entry in recipe.correction),
+        tau=tau_of(described(recipe.correction)),
         max_staleness=recipe.max_staleness,
         steps_planned=recipe.steps,
         steps_done=steps_done,
@@ -205,7 +208,7 @@ def _labels(sources: Sequence[_Source]) -> list[str]:
 
 
 def _said(value: Any) -> str:
-    if isinstance(value, list) and all(isinstance(entry, dict) for entry in value):
+    if isinstance(value, list | tuple) and all(isinstance(entry, dict) for entry in value):
         return " + ".join(
             " ".join([str(e.get("name")), *(f"{k}={v}" for k, v in e.items() if k != "name")])
             for e in value

@@ -18,7 +18,7 @@ class TokenTexts:
     """Texts of the tokens of one tokenizer. tokenizer: None where there is none, so that tokens
     are shown by their number; note says so then."""
 
-    def __init__(self, tokenizer: Any | None, note: str | None = None) -> None:
+    def __init__(self, tokenizer: Any, note: str | None = None) -> None:
         self._tokenizer = tokenizer
         self.note = note
 

@@ -121,14 +121,16 @@ def token_facts(ledger: Ledger, *, schedule: Path) -> TokenFacts:
     ledger.connection.execute(_FACTS)
     eps = float(ledger.query("select eps from settings order by step desc limit 1").rows[0][0])
     cube = ledger.connection.execute(_CUBE, {"eps": eps}).fetchnumpy()
-    totals = ledger.query(
+    trajectories, tokens, trained = ledger.query(
         "select count(*), sum(num_tokens), sum(num_trained_tokens) from report_facts"
     ).rows[0]
     width, lengths = _lengths(ledger)
     staleness = {kind: _counts(ledger, kind) for kind in ("intra", "inter", "staleness")}
     staleness["lag"] = _lag_counts(cube)
     return TokenFacts(
-        *(int(number or 0) for number in totals),
+        num_trajectories=trajectories,
+        num_tokens=int(tokens),
+        num_trained_tokens=int(trained),
         stretches=stretches,
         staleness=staleness,
         noise=_noise(cube, eps, len(stretches)),
@@ -224,8 +226,11 @@ def _resampled(sums: Floats) -> Floats | None:
     if num_stretches < _FEWEST_STRETCHES:
         return None
     rng = np.random.default_rng(0)
-    times = rng.multinomial(num_stretches, np.full(num_stretches, 1 / num_stretches), _NUM_RESAMPLES)
-    return np.einsum("rs,ksb->rkb", times.astype(np.float64), sums)
+    times = rng.multinomial(
+        num_stretches, np.full(num_stretches, 1 / num_stretches), _NUM_RESAMPLES
+    )
+    drawn: Floats = np.einsum("rs,ksb->rkb", times.astype(np.float64), sums)
+    return drawn
 
 
 def _line(totals: Floats, eps: float) -> tuple[float | None, float | None]:
@@ -271,7 +276,9 @@ def _in_flight(ledger: Ledger) -> list[list[float]]:
         return []
     instants = np.linspace(0.0, float(ends[-1]), _NUM_INSTANTS)
     begun, over = (np.searchsorted(times, instants, side="right") for times in (starts, ends))
-    return [[round(t, 3), n] for t, n in zip(instants.tolist(), (begun - over).tolist(), strict=True)]
+    return [
+        [round(t, 3), n] for t, n in zip(instants.tolist(), (begun - over).tolist(), strict=True)
+    ]
 
 
 def _was_resumed(schedule: Path) -> bool:

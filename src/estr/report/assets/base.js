@@ -35,7 +35,7 @@ function number(value, digits = 3) {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   if (Number.isInteger(value)) return value.toLocaleString("en").replace("-", "−");
   const size = Math.abs(value);
-  const text = size >= 1e5 || size < 1e-3 ? value.toExponential(2) : value.toPrecision(digits);
+  const text = size >= 1e5 || size < 1e-3 ? value.toExponential(digits - 1).replace(/\.?0+e/, "e") : value.toPrecision(digits);
   return (text.includes("e") ? text : String(Number(text))).replace("-", "−");
 }
 

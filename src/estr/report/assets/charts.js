@@ -12,6 +12,14 @@ function niceTicks(low, high, most) {
   return ticks;
 }
 
+function timeTicks(low, high, most) {
+  const steps = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200];
+  const step = steps.find((s) => (high - low) / s <= most) || 86400 * Math.ceil((high - low) / most / 86400);
+  const ticks = [];
+  for (let t = Math.ceil(low / step) * step; t <= high; t += step) ticks.push(t);
+  return ticks;
+}
+
 function logTicks(low, high) {
   const found = [];
   for (let e = Math.floor(Math.log10(low)); e <= Math.ceil(Math.log10(high)); e++)
@@ -38,6 +46,7 @@ function range(values, { log, floor, ceiling, least }) {
     if (v > high) high = v;
   }
   if (low > high) return null;
+  if (log) low = Math.max(low, high * 1e-6); // one value at rounding would flatten all others
   if (log) return low === high ? [low / 2, high * 2] : [low / 1.15, high * 1.15];
   if (floor !== undefined) low = Math.min(low, floor);
   if (least !== undefined) high = Math.max(high, least);
@@ -108,8 +117,9 @@ function lineChart({ lines, xLabel, xFormat, log, floor, ceiling, least, yFormat
     const one = named.every((line) => line.xs.length < 2);
     const [first, last] = one ? ends : [Math.min(...named.map((l) => l.xs[0])), Math.max(...named.map((l) => l.xs[l.xs.length - 1]))];
     const x = scale(first, last, MARGIN.left, width - MARGIN.right);
-    const y = scale(span[0], span[1], height - MARGIN.bottom, MARGIN.top, log);
-    const ticks = niceTicks(first, last, Math.max(2, width / 90));
+    const linear = scale(span[0], span[1], height - MARGIN.bottom, MARGIN.top, log);
+    const y = log ? (v) => linear(Math.max(v, span[0] * 1e-3)) : linear; // an interval may reach below 0
+    const ticks = (xFormat === duration ? timeTicks : niceTicks)(first, last, Math.max(2, width / 90));
     const axes = frame(width, height, x, y, { xLabel, xFormat, yFormat,
       xTicks: xLabel === "optimizer step" ? ticks.filter(Number.isInteger) : ticks,
       yTicks: log ? logTicks(...span) : niceTicks(span[0], span[1], 5) });
@@ -120,7 +130,7 @@ function lineChart({ lines, xLabel, xFormat, log, floor, ceiling, least, yFormat
       named.map((line) => dots(line, x, y, log)));
     const cursor = svg("line", { class: "cursor", y1: MARGIN.top, y2: height - MARGIN.bottom, visibility: "hidden" });
     const picture = svg("svg", { width, height, role: "img", "aria-label": rest.title },
-      svg("clipPath", { id: clip }, svg("rect", { x: MARGIN.left - 5, y: 0, width: width - MARGIN.left - MARGIN.right + 10, height: height - MARGIN.bottom + 3 })),
+      plotArea(clip, width, height),
       axes, body, cursor);
     follow(picture, cursor, named, x, { xLabel, xFormat, yFormat });
     return picture;
@@ -129,6 +139,9 @@ function lineChart({ lines, xLabel, xFormat, log, floor, ceiling, least, yFormat
 }
 
 let clips = 0;
+
+const plotArea = (id, width, height) => svg("clipPath", { id },
+  svg("rect", { x: MARGIN.left - 5, y: 0, width: width - MARGIN.left - MARGIN.right + 10, height: height - MARGIN.bottom + 3 }));
 
 function legendOf(lines) {
   return lines.map(({ name, color: mark, dash }) => ({ name, color: mark, dash }));

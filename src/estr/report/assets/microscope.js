@@ -44,7 +44,7 @@ const COLORINGS = {
   log_ratio: { words: "log-ratio", fill: (c, i) => (Number.isNaN(c.log_ratio[i]) ? null : mixed(c.log_ratio[i] > 0 ? "var(--c3)" : "var(--c0)", 85 * Math.min(1, Math.sqrt(Math.abs(c.log_ratio[i]))))),
     legend: () => [-1, -0.3, -0.05, 0, 0.05, 0.3, 1].map((v) => [mixed(v > 0 ? "var(--c3)" : "var(--c0)", 85 * Math.min(1, Math.sqrt(Math.abs(v)))), Math.abs(v) === 1 ? (v < 0 ? "−1 and less" : "1 and more") : number(v)]) },
   score: { words: "score", fill: (c, i, row) => (Number.isNaN(c.score[i]) ? null : mixed(c.score[i] > (row.tau || 1) ? "var(--bad)" : "var(--c4)", scoreShare(c.score[i] / (row.tau || 1)))),
-    legend: (row) => [[0.001, "0.1 %"], [0.03, "3 %"], [0.3, "30 %"], [0.99, "all"], [3, "beyond"]].map(([v, words], i) => [mixed(v > 1 ? "var(--bad)" : "var(--c4)", scoreShare(v)), i < 4 ? words : `${words} of ${row.tau === null ? "1 (no tau here)" : `tau = ${number(row.tau)}`}`]) },
+    legend: (row) => [0.001, 0.03, 0.3, 1, 3].map((v) => [mixed(v > 1 ? "var(--bad)" : "var(--c4)", scoreShare(v)), v > 1 ? `more than ${row.tau === null ? "1" : `tau = ${number(row.tau)}`}` : number(v * (row.tau || 1))]) },
   version: { words: "version", fill: (c, i, row) => versionColor(row.target_version - c.versions[i]),
     legend: (row) => { const lags = row.inter === null ? [] : Array.from({ length: Math.min(9, row.intra + 1) }, (_, i) => row.inter + row.intra - i); return lags.map((lag) => [versionColor(lag), `version ${row.target_version - lag} (lag ${lag})`]); } },
   verdict: { words: "verdict", fill: (c, i) => mixed(VERDICTS[verdictOf(c.flags[i])][1], VERDICTS[verdictOf(c.flags[i])][2]),
@@ -157,7 +157,7 @@ function microscope(report) {
     state.selected = null;
     const row = rows()[r];
     const facts = [["step", row.step], ["group", `${row.group_id}, member ${row.index}${row.attempt ? `, attempt ${row.attempt}` : ""}`], ["problem", row.problem], ["status", row.status], ["reward", number(row.reward)], ["advantage", number(row.advantage)],
-      ["tokens", `${number(row.num_sampled_tokens)} sampled of ${number(row.num_tokens)}`], ["rejected", `${lost(row)} of ${row.num_trained_tokens}`], ["intra", number(row.intra)], ["inter", number(row.inter)], ["mean entropy", number(row.mean_entropy)], ["highest score", number(row.max_score)], ["chosen", row.picked === "score" ? "for its score" : "at random"],
+      ["tokens", `${number(row.num_sampled_tokens)} sampled of ${number(row.num_tokens)}`], ["rejected", `${lost(row)} of ${row.num_trained_tokens}`], ["intra", number(row.intra)], ["inter", number(row.inter)], ["mean entropy", number(row.mean_entropy)], ["highest score", number(row.max_score)], ["chosen", row.picked === "score" ? "by score" : "at random"],
       ...Object.entries(row.rewards).map(([name, value]) => [visible(`reward ${name}`), number(value)])];
     heading.replaceChildren(h("div", { class: "facts" }, facts.map(([name, value]) => h("span", {}, h("small", {}, name), h("b", {}, value)))), row.error ? h("p", { class: "error" }, visible(row.error)) : "", run().microscope.note ? h("p", { class: "hint" }, run().microscope.note) : "");
     write(row);
@@ -183,7 +183,7 @@ function microscope(report) {
       if (block === null || mine !== wrote || turn !== undefined) {
         if (turn !== undefined) number_of_turn = turn + 1;
         const first = i === row.offset;
-        const label = mine ? `turn ${number_of_turn}${turn === undefined ? "" : `, ended by ${row.turns[turn][3]}`}` : first ? "prompt" : "tool output and template";
+        const label = mine ? `turn ${number_of_turn}${turn === undefined ? "" : ` · ${row.turns[turn][3]}`}` : first ? "prompt" : "tool output";
         block = h("div", { class: "tokens" });
         text.append(h("div", { class: mine ? "stretch wrote" : "stretch read" }, h("span", { class: "who" }, label), block));
         wrote = mine;
@@ -233,7 +233,7 @@ function microscope(report) {
     span.classList.add("selected");
     if (scroll) span.scrollIntoView({ block: "nearest", inline: "nearest" });
     const box = span.getBoundingClientRect();
-    show(i, box.right, box.bottom);
+    show(i, Math.max(box.right, text.getBoundingClientRect().right - 250), box.top - 16);
   }
 
   function keys(event) {

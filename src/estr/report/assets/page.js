@@ -22,6 +22,7 @@ function page(report) {
     choice("Smooth", [["0", "not at all"], ["2", "5 points"], ["7", "15 points"], ["25", "51 points"]], "0", (value) => change("smoothing")(Number(value))),
     choice("Variance", [["log", "logarithmic"], ["linear", "linear"]], "log", (value) => change("log")(value === "log")),
     seeds && segmented("Seeds", [["together", "mean over seeds"], ["apart", "every run"]], "together", (value) => change("together")(value === "together")));
+  addEventListener("hashchange", () => { if (TABS[location.hash.slice(1)]) open(location.hash.slice(1)); });
   const root = document.getElementById("page");
   root.replaceChildren(head(report, state, draw), h("div", { class: "bar" }, tabs, controls), body, foot(report));
   draw();

@@ -120,7 +120,7 @@ function stalenessMap(run, index, kind, [name, unit, meaning], several) {
   for (const [stretch, , count] of counts) totals.set(stretch, (totals.get(stretch) || 0) + count);
   const highest = Math.max(run.max_staleness, ...counts.map(([, value]) => value));
   const columns = run.facts.stretches.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`));
-  return heatMap({ title, hint: `${meaning} Darker: a larger share of the ${unit}.`, columns, rows: Array.from({ length: highest + 1 }, (_, v) => `${v}`), xLabel: "steps", yLabel: name, mark: color(index),
+  return heatMap({ title, hint: `${meaning} The stronger the color, the larger the share of the ${unit}.`, columns, rows: Array.from({ length: highest + 1 }, (_, v) => `${v}`), xLabel: "steps", yLabel: name, mark: color(index),
     cells: counts.map(([stretch, value, count]) => [stretch, value, count / totals.get(stretch), [[unit, number(count)], ["share", percent(count / totals.get(stretch))]]]) });
 }
 
@@ -134,7 +134,7 @@ const keysOf = (report, state, of) => [...new Set(shownRuns(report, state).flatM
 
 // Borders are float32 in the ledger.
 const border = (value) => String(Number(value.toPrecision(4)));
-const binNames = (keys) => keys.map((key, i) => (i + 1 < keys.length ? `${border(key)}–${border(keys[i + 1])}` : `≥ ${border(key)}`));
+const binNames = (keys) => keys.map((key) => (key > 0 ? `≥ ${border(key)}` : "< 0.01"));
 const NO_LEDGER = "No run shown here has a ledger, so single tokens are not known.";
 
 function region(report, state) {
@@ -142,7 +142,7 @@ function region(report, state) {
   const lags = keysOf(report, state, "by_lag");
   return [
     curve(report, state, "Rejected tokens (rho_mask)", [["rho_mask", "rejected"]], { hint: "Share of the eligible tokens.", yFormat: percent, floor: 0 }),
-    barChart({ title: "rho_mask by entropy", hint: "Entropy at the draw, nats; over the whole run.", xLabel: "entropy", groups: binNames(bins), bars: shareBars(report, state, "by_entropy", bins), empty: NO_LEDGER }),
+    barChart({ title: "rho_mask by entropy", hint: "Entropy at the draw, nats, up to the next border; over the whole run.", xLabel: "entropy", groups: binNames(bins), bars: shareBars(report, state, "by_entropy", bins), empty: NO_LEDGER }),
     barChart({ title: "rho_mask by lag", hint: "Versions between a token and the loss.", xLabel: "lag", groups: lags.map(String), bars: shareBars(report, state, "by_lag", lags), empty: NO_LEDGER }),
     signCells(report, state),
     noise(report, state),
@@ -159,7 +159,7 @@ function entropyLag(run, index, several) {
   const bins = [...new Set(shares.map((s) => s.key[0]))].sort((a, b) => a - b);
   const lags = [...new Set(shares.map((s) => s.key[1]))].sort((a, b) => a - b);
   const most = Math.max(...shares.map((s) => s.rejected / s.tokens)) || 1;
-  return heatMap({ title: `rho_mask by entropy and lag${several ? `: ${run.name}` : ""}`, hint: `Darkest: ${percent(most)} rejected.`, columns: binNames(bins), rows: lags.map(String), xLabel: "entropy", yLabel: "lag", mark: color(index), number: true,
+  return heatMap({ title: `rho_mask by entropy and lag${several ? `: ${run.name}` : ""}`, hint: `The strongest color: ${percent(most)} rejected.`, columns: binNames(bins), rows: lags.map(String), xLabel: "entropy", yLabel: "lag", mark: color(index), number: true,
     cells: shares.map((s) => [bins.indexOf(s.key[0]), lags.indexOf(s.key[1]), s.rejected / s.tokens / most, [["rejected", percent(s.rejected / s.tokens)], ["tokens", number(s.tokens)]]]) });
 }
 
@@ -191,7 +191,8 @@ function noise(report, state) {
   const draw = (width, height) => {
     const all = lines.flatMap((line) => line.bins);
     if (!all.length) return null;
-    const [xs, ys] = [range(all.map((b) => b.entropy + lines[0].noise.eps), { log: true }), range(all.flatMap((b) => [b.second_moment, b.low, b.high]), { log: true })];
+    const xs = range(all.map((b) => b.entropy + lines[0].noise.eps), { log: true });
+    const ys = noiseRange(all);
     const [x, y] = [scale(...xs, MARGIN.left, width - MARGIN.right, true), scale(...ys, height - MARGIN.bottom, MARGIN.top, true)];
     const axes = frame(width, height, x, y, { xTicks: logTicks(...xs), yTicks: logTicks(...ys), xLabel: "entropy + eps, nats" });
     const marks = lines.map((line) => [fitted(line, x, y), line.bins.map((b) => {
@@ -200,10 +201,22 @@ function noise(report, state) {
         svg("circle", { class: "dot", cx, cy, r: 4, style: { fill: b.fitted ? line.color : "var(--panel)", stroke: line.color },
           onpointermove: (e) => tip.show(e.clientX, e.clientY, line.name, [["entropy", number(b.entropy)], ["E[δ²]", number(b.second_moment)], ["interval", b.low === null ? MISSING : `${number(b.low)} to ${number(b.high)}`], ["tokens", number(b.tokens)], ["in the fit", b.fitted ? "yes" : "no, too few tokens"]]), onpointerleave: () => tip.hide() })];
     })]);
-    return svg("svg", { width, height, role: "img", "aria-label": "Noise by entropy" }, axes, marks);
+    const clip = `clip${clips++}`;
+    return svg("svg", { width, height, role: "img", "aria-label": "Noise by entropy" }, plotArea(clip, width, height), axes, svg("g", { "clip-path": `url(#${clip})` }, bounds(runs, x, y, xs), marks));
   };
-  return card({ title: "E[δ²] by entropy", hint: ["The trust region supposes a slope of 1. ", said.map((text) => h("span", { class: "said" }, text))], draw, wide: true, height: 260, empty: NO_LEDGER,
+  return card({ title: "E[δ²] by entropy", hint: ["A trust region that scales with the entropy supposes a slope of 1. Dashed: the fit; red: where the correction rejects, δ² = tau (H + eps).", said.map((text) => h("span", { class: "said" }, text))], draw, wide: true, height: 260, empty: NO_LEDGER,
     legend: lines.map(({ name, color: mark }) => ({ name, color: mark, block: true })) });
+}
+
+// Bins at rounding may lie many decades lower; the range is that of the moments themselves.
+function noiseRange(bins) {
+  const values = bins.flatMap((b) => [b.second_moment, b.low, b.high]).filter((v) => v > 0);
+  return [Math.min(...values) / 2, Math.max(...values) * 3];
+}
+
+function bounds(runs, x, y, [low, high]) {
+  const taus = [...new Set(runs.map(([run]) => run.tau).filter((tau) => tau !== null))];
+  return taus.map((tau) => svg("line", { class: "line", x1: x(low), x2: x(high), y1: y(tau * low), y2: y(tau * high), style: { stroke: "var(--bad)" } }));
 }
 
 function fitted({ noise: n, bins, color: mark }, x, y) {
@@ -218,13 +231,13 @@ function work(report, state) {
   const flights = runs.filter(([run]) => run.facts.in_flight.length);
   return [
     curve(report, { ...state, x: "wall_s" }, "Busy processes", [["engine_busy", "engine"], ["trainer_busy", "trainer", "5 4"]], { hint: "Share of the time since the step before that each spent at work.", yFormat: percent, floor: 0, ceiling: 1, least: 1, wide: true }),
+    statuses(report, state),
     lineChart({ title: "Rollouts under way", hint: "Of those that reached an optimizer step.", xLabel: "wall time", xFormat: duration, floor: 0, wide: true, empty: "No times are known: no ledger, or a run that was resumed (each life has its own clock).",
       lines: flights.map(([run, i]) => ({ name: run.name, color: color(i), xs: run.facts.in_flight.map((p) => p[0]), ys: run.facts.in_flight.map((p) => p[1]) })) }),
     curve(report, state, "Lengths", [["length_mean", "dispatched, mean"], ["length_p90", "dispatched, 90 % quantile", "2 4"], ["length_trained_mean", "trained, mean", "7 4"]], { hint: "Sampled tokens of a trajectory.", floor: 0 }),
     ...runs.map(([run, i]) => lengths(run, i, report.runs.length > 1)),
     curve(report, state, "Trained tokens of a step", [["eligible_tokens", "tokens"]], { floor: 0 }),
     curve(report, state, "Seconds of the trainer", [["trainer_s", "seconds"]], { hint: "Per optimizer step.", floor: 0 }),
-    statuses(report, state),
   ];
 }
 
