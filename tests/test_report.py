@@ -32,7 +32,7 @@ from estr.report.curves import (
 )
 from estr.report.microscope import CLIPPED, KEPT, SAMPLED, TRAINED
 from estr.report.texts import TokenTexts
-from estr.report.token_facts import token_facts
+from estr.report.token_facts import TokenFacts, prepare, token_facts
 from estr.types import RolloutId
 from ledger_cases import consumption, record, trajectory, write_random_ledger
 from report_cases import METRICS, finish, highest_score, make_run, save_tokenizer
@@ -146,6 +146,11 @@ def test_sums_are_those_of_the_ledger(tmp_path):
     assert run.statuses == {"ok": 64, "timeout": 8}
 
 
+def facts_of(folder: Path) -> TokenFacts:
+    ledger = open_ledger(folder)
+    return token_facts(ledger, prepare(ledger), schedule=folder / "schedule.jsonl")
+
+
 def noisy(step: int, power: float) -> Any:
     """A step with log_ratio^2 = entropy^power at four entropies, 60 tokens of each, lag 1."""
     entropies = np.repeat([0.05, 0.2, 0.8, 3.2], 60).astype(np.float32)
@@ -162,7 +167,7 @@ def noisy(step: int, power: float) -> Any:
 def test_the_slope_of_the_noise_is_found(tmp_path, power):
     for step in range(2, 8):
         write_step(tmp_path, noisy(step, power))
-    noise = token_facts(open_ledger(tmp_path), schedule=tmp_path / "none").noise
+    noise = facts_of(tmp_path).noise
     assert noise.which == "lag 1 and more"
     assert [b.tokens for b in noise.bins] == [360] * 4
     assert noise.slope == pytest.approx(power, abs=1e-4)
@@ -173,21 +178,39 @@ def test_the_slope_of_the_noise_is_found(tmp_path, power):
 
 def test_too_little_for_a_slope_is_no_slope(tmp_path):
     write_random_ledger(tmp_path, steps=1)
-    noise = token_facts(open_ledger(tmp_path), schedule=tmp_path / "none").noise
+    noise = facts_of(tmp_path).noise
     assert (noise.slope, noise.low, noise.high) == (None, None, None)
     assert noise.bins
     assert all(b.low is None and not b.fitted for b in noise.bins)
 
 
+def test_tokens_without_entropy_are_in_no_bin_and_counted(tmp_path):
+    folder = make_run(tmp_path, "run", steps=1, ledger=False)
+    own = trajectory(
+        RolloutId(0, 0, 0), logprobs=[-1.0] * 3, entropies=[0.2, math.nan, 3.0], versions=[0] * 3
+    )
+    pair = (own, consumption(own, [0.1, 0.1, 0.1], kept=[True, False, True]))
+    write_step(folder, record(1, [pair]))
+    (run,) = build_report([folder], BUDGET).runs
+    facts = run.facts
+    assert "1 trained tokens have no entropy; no entropy bin counts them." in run.notes
+    assert [(round(s.key[0], 2), s.tokens, s.rejected) for s in facts.by_entropy] == [
+        (0.1, 1, 0),
+        (2.0, 1, 0),
+    ]
+    assert [(s.key, s.tokens, s.rejected) for s in facts.by_lag] == [([0.0], 3, 1)]
+    assert [b.tokens for b in facts.noise.bins] == [1, 1]
+
+
 def test_rollouts_under_way_are_counted_unless_a_resume_has_set_the_clock_back(tmp_path):
     write_random_ledger(tmp_path, steps=2)  # every rollout from 1.0 to 2.5
     schedule = tmp_path / "schedule.jsonl"
-    facts = token_facts(open_ledger(tmp_path), schedule=schedule)
+    facts = facts_of(tmp_path)
     by_time = dict(map(tuple, facts.in_flight))
     assert {n for t, n in by_time.items() if t < 1.0} == {0}
     assert {n for t, n in by_time.items() if 1.0 < t < 2.5} == {16}
     schedule.write_text('{"event":"start"}\n{"event":"resume","lines":1}\n')
-    assert token_facts(open_ledger(tmp_path), schedule=schedule).in_flight == []
+    assert facts_of(tmp_path).in_flight == []
 
 
 # The sample that can be read

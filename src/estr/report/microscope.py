@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import base64
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -92,30 +91,33 @@ class Microscope:
     note: str | None
 
 
-_FACTS = """
-create temp table microscope_facts as
-with scores as (
-    select step, trajectory, max(score) filter (where isfinite(score)) as max_score
-    from trained_tokens group by step, trajectory
-)
-select f.*, s.max_score
-from trajectory_facts f left join scores s using (step, trajectory)
-"""
-
 _PICKED = """
+create temp table picked as
 with by_score as (
     select step, trajectory, 'score' as picked, row_number() over (
         order by max_score desc nulls last, step, trajectory) as place
-    from microscope_facts where max_score is not null
+    from report_facts where max_score is not null
     qualify place <= $scored
 ),
 by_chance as (
     select step, trajectory, 'random' as picked, row_number() over (
         order by hash(step, trajectory), step, trajectory) as place
-    from microscope_facts anti join by_score using (step, trajectory)
+    from report_facts anti join by_score using (step, trajectory)
     qualify place <= $random
 )
-from by_score union all from by_chance order by picked desc, place
+select
+    step, trajectory, picked, (row_number() over (order by picked desc, place))::int as place
+from (from by_score union all from by_chance)
+"""
+
+_ROWS = """
+select
+    step, trajectory, group_id, index, attempt, problem, status, error, outcome, reward, rewards,
+    advantage, f.target_version, intra, inter, num_sampled_tokens, num_trained_tokens,
+    num_kept_tokens, max_score, mean_entropy, turns, s.eps, f.correction, p.picked, num_tokens,
+    p.place
+from report_facts f join picked p using (step, trajectory) join settings s using (step)
+order by p.place
 """
 
 _TOKENS = """
@@ -123,28 +125,22 @@ select
     place, position, token_ids, segment, sampled, versions, behavior_logprobs, behavior_entropies,
     behavior_gini, policy_logprobs, kept, clipped
 from tokens join picked using (step, trajectory)
+where list_contains($places, place)
 order by place, position
 """
 
 
 def microscope(ledger: Ledger, texts: TokenTexts, budget: Budget) -> Microscope:
-    """Choose trajectories and take their tokens out of the ledger."""
+    """Choose trajectories and take their tokens out of a ledger that `prepare` has seen."""
     connection = ledger.connection
-    connection.execute(_FACTS)
     num_all, num_scorable = ledger.query(
-        "select count(*), count(max_score) from microscope_facts"
+        "select count(*), count(max_score) from report_facts"
     ).rows[0]
     wanted = min(budget.trajectories, num_all)
     scored = min(num_scorable, wanted if wanted == num_all else -(-wanted // 3))
-    chosen = connection.execute(_PICKED, {"scored": scored, "random": wanted - scored}).fetchall()
-    rows = _rows(ledger, chosen, budget.tokens)
-    connection.execute("create temp table picked (step integer, trajectory integer, place integer)")
-    if rows:
-        connection.executemany(
-            "insert into picked values (?, ?, ?)",
-            [[row.step, row.trajectory, place] for place, row in enumerate(rows)],
-        )
-    columns = connection.execute(_TOKENS).fetchnumpy()
+    connection.execute(_PICKED, {"scored": scored, "random": wanted - scored})
+    rows, places = _rows(ledger, budget.tokens)
+    columns = connection.execute(_TOKENS, {"places": places}).fetchnumpy()
     distinct, text = np.unique(np.asarray(columns["token_ids"]), return_inverse=True)
     encoded = {
         "token_ids": _base64(columns["token_ids"], "<i4"),
@@ -156,7 +152,7 @@ def microscope(ledger: Ledger, texts: TokenTexts, budget: Budget) -> Microscope:
         num_all=num_all,
         num_scored=sum(row.picked == "score" for row in rows),
         num_random=sum(row.picked == "random" for row in rows),
-        left_out=len(chosen) - len(rows),
+        left_out=wanted - len(rows),
         trajectories=rows,
         texts=texts.of(distinct.tolist()),
         columns=encoded,
@@ -164,35 +160,23 @@ def microscope(ledger: Ledger, texts: TokenTexts, budget: Budget) -> Microscope:
     )
 
 
-def _rows(
-    ledger: Ledger, chosen: Sequence[tuple[int, int, str, int]], most_tokens: int
-) -> list[TrajectoryRow]:
-    """The facts of the chosen, in their order, up to the budget of tokens."""
-    picked = {(step, trajectory): how for step, trajectory, how, _ in chosen}
-    names, facts = ledger.query(
-        "select step, trajectory, group_id, index, attempt, problem, status, error, outcome, "
-        "reward, rewards, advantage, f.target_version, intra, inter, num_sampled_tokens, "
-        "num_trained_tokens, num_kept_tokens, max_score, mean_entropy, turns, s.eps, "
-        "f.correction, num_tokens "
-        "from microscope_facts f join settings s using (step)"
-    )
-    found = {}
-    for values in facts:
-        row = dict(zip(names, values, strict=True))
-        if (row["step"], row["trajectory"]) in picked:
-            found[row["step"], row["trajectory"]] = row
+def _rows(ledger: Ledger, most_tokens: int) -> tuple[list[TrajectoryRow], list[int]]:
+    """The facts of the picked, in their order, up to the budget of tokens; and their places."""
+    names, picked = ledger.query(_ROWS)
     rows: list[TrajectoryRow] = []
+    places = []
     offset = 0
-    for place, how in picked.items():
-        row = found[place]
+    for values in picked:
+        row = dict(zip(names, values, strict=True))
         if offset + row["num_tokens"] > most_tokens:
             continue
+        places.append(row.pop("place"))
         row["tau"] = tau_of(row.pop("correction"))
         row["rewards"] = dict(row["rewards"] or {})
         row["turns"] = [list(turn.values()) for turn in row["turns"] or []]
-        rows.append(TrajectoryRow(**row, picked=how, offset=offset))
+        rows.append(TrajectoryRow(**row, offset=offset))
         offset += row["num_tokens"]
-    return rows
+    return rows, places
 
 
 def tau_of(correction: str) -> float | None:

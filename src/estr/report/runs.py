@@ -19,7 +19,7 @@ from ..schedule import LOOP_FILE
 from .curves import Curves, Record, curves_of, over_seeds, statuses_of, stride_for
 from .microscope import Budget, Microscope, microscope, tau_of
 from .texts import texts_of_run
-from .token_facts import TokenFacts, token_facts
+from .token_facts import TokenFacts, prepare, token_facts
 
 _NO_DIFFERENCE = ("name", "seed")
 """Keys of a recipe in which two seeds of it may differ."""
@@ -127,7 +127,12 @@ def _run(source: _Source, stride: int, recipe_number: int, budget: Budget) -> Ru
         notes.append(f"Nothing on its tokens: {error}")
     else:
         notes += ledger.torn
-        facts = token_facts(ledger, schedule=folder.path / LOOP_FILE)
+        facts = token_facts(ledger, prepare(ledger), schedule=folder.path / LOOP_FILE)
+        if facts.num_without_entropy:
+            notes.append(
+                f"{facts.num_without_entropy} trained tokens have no entropy; no entropy bin "
+                "counts them."
+            )
         seen = microscope(ledger, texts_of_run(folder, recipe), budget)
         ledger.connection.close()
     return RunReport(

@@ -23,6 +23,9 @@ _FEWEST_STRETCHES = 5
 _FEWEST_TOKENS = 100
 """Of a bin that the slope is fitted to."""
 
+_UNKNOWN = -1.0
+"""Stands for the entropy bin of a token without entropy."""
+
 _NUM_RESAMPLES = 1000
 _NUM_LENGTHS = 30
 _NUM_INSTANTS = 400
@@ -70,8 +73,9 @@ class Share:
 @dataclass(frozen=True, slots=True)
 class TokenFacts:
     """Sums over the whole ledger. stretches: [first step, last step]; staleness: of each of intra,
-    inter, staleness (trajectories) and lag (tokens) rows of [stretch, value, count]; lengths: rows
-    of [from, all, trained, rewards summed over scored]; in_flight: [seconds, rollouts]."""
+    inter, staleness (trajectories) and lag (tokens) rows of [stretch, value, count]; tokens without
+    entropy are in no entropy bin; lengths: rows of [from, all, trained, rewards summed over
+    scored]; in_flight: [seconds, rollouts]."""
 
     num_trajectories: int
     num_tokens: int
@@ -79,6 +83,7 @@ class TokenFacts:
     stretches: list[list[int]]
     staleness: dict[str, list[list[int]]]
     noise: Noise
+    num_without_entropy: int
     by_entropy: list[Share]
     by_lag: list[Share]
     by_cell: list[Share]
@@ -90,37 +95,54 @@ class TokenFacts:
 
 _CUBE = """
 select
-    stretch, lag, entropy_bin::double as entropy_bin,
-    floor(log2(greatest(behavior_entropies, 0) + $eps))::int as noise_bin,
+    stretch, lag,
+    case when has_entropy then entropy_bin::double else $unknown end as entropy_bin,
+    case when has_entropy then floor(log2(greatest(behavior_entropies, 0) + $eps))::int
+        else 0 end as noise_bin,
     sign(advantage)::int as advantage_sign,
     case when isnan(log_ratio) then 0 else sign(log_ratio) end::int as log_ratio_sign,
     count(*) as tokens,
     count(*) filter (where not kept) as rejected,
     count(*) filter (where clipped) as clipped,
-    count(*) filter (where isfinite(log_ratio)) as finite,
-    coalesce(sum(greatest(behavior_entropies, 0)::double) filter (where isfinite(log_ratio)), 0)
-        as entropy,
-    coalesce(sum(log_ratio::double * log_ratio) filter (where isfinite(log_ratio)), 0) as squares
-from trained_tokens join stretches using (step)
-where behavior_entropies is not null and not isnan(behavior_entropies)
+    count(*) filter (where usable) as finite,
+    coalesce(sum(greatest(behavior_entropies, 0)::double) filter (where usable), 0) as entropy,
+    coalesce(sum(log_ratio::double * log_ratio) filter (where usable), 0) as squares
+from (
+    select
+        *, coalesce(isfinite(behavior_entropies), false) as has_entropy,
+        has_entropy and isfinite(log_ratio) as usable
+    from trained_tokens join stretches using (step)
+)
 group by all
 """
 
 _FACTS = """
 create temp table report_facts as
-select
-    step, trajectory, stretch, num_tokens, num_sampled_tokens, num_trained_tokens, intra, inter,
-    staleness, advantage, reward, times_s['start'] as start_s, times_s['end'] as end_s
-from trajectory_facts join stretches using (step)
+with scores as (
+    select step, trajectory, max(score) filter (where isfinite(score)) as max_score
+    from trained_tokens group by step, trajectory
+)
+select f.*, stretch, max_score
+from trajectory_facts f join stretches using (step) left join scores using (step, trajectory)
 """
 
 
-def token_facts(ledger: Ledger, *, schedule: Path) -> TokenFacts:
-    """Add up a ledger. schedule: of the run, which says whether it was ever resumed."""
+def prepare(ledger: Ledger) -> list[list[int]]:
+    """Give a ledger the tables that a report asks: stretches (step, stretch), and report_facts,
+    which is trajectory_facts with stretch and max_score. Returns the first and last step of each
+    stretch."""
     stretches = _make_stretches(ledger)
     ledger.connection.execute(_FACTS)
+    return stretches
+
+
+def token_facts(ledger: Ledger, stretches: list[list[int]], *, schedule: Path) -> TokenFacts:
+    """Add up a ledger. stretches: from `prepare`; schedule: of the run, which says whether it was
+    ever resumed."""
     eps = float(ledger.query("select eps from settings order by step desc limit 1").rows[0][0])
-    cube = ledger.connection.execute(_CUBE, {"eps": eps}).fetchnumpy()
+    cube = ledger.connection.execute(_CUBE, {"eps": eps, "unknown": _UNKNOWN}).fetchnumpy()
+    known = np.asarray(cube["entropy_bin"]) != _UNKNOWN
+    with_entropy = {name: np.asarray(column)[known] for name, column in cube.items()}
     trajectories, tokens, trained = ledger.query(
         "select count(*), sum(num_tokens), sum(num_trained_tokens) from report_facts"
     ).rows[0]
@@ -134,10 +156,11 @@ def token_facts(ledger: Ledger, *, schedule: Path) -> TokenFacts:
         stretches=stretches,
         staleness=staleness,
         noise=_noise(cube, eps, len(stretches)),
-        by_entropy=_shares(cube, "entropy_bin"),
+        num_without_entropy=int(np.asarray(cube["tokens"])[~known].sum()),
+        by_entropy=_shares(with_entropy, "entropy_bin"),
         by_lag=_shares(cube, "lag"),
         by_cell=_shares(cube, "advantage_sign", "log_ratio_sign"),
-        by_entropy_and_lag=_shares(cube, "entropy_bin", "lag"),
+        by_entropy_and_lag=_shares(with_entropy, "entropy_bin", "lag"),
         length_width=width,
         lengths=lengths,
         in_flight=[] if _was_resumed(schedule) else _in_flight(ledger),
@@ -269,7 +292,8 @@ def _lengths(ledger: Ledger) -> tuple[int, list[list[float]]]:
 def _in_flight(ledger: Ledger) -> list[list[float]]:
     """How many of the consumed rollouts were under way, at even instants."""
     rows = ledger.connection.execute(
-        "select start_s, end_s from report_facts where start_s is not null and end_s is not null"
+        "select times_s['start'] as start_s, times_s['end'] as end_s from report_facts "
+        "where start_s is not null and end_s is not null"
     ).fetchnumpy()
     starts, ends = (np.sort(np.asarray(rows[name])) for name in ("start_s", "end_s"))
     if not len(starts):
