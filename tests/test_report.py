@@ -18,6 +18,7 @@ import pytest
 from click.testing import CliRunner
 
 from estr.cli import cli
+from estr.cli.train import MOST_TOKENS, report_of
 from estr.errors import DataError
 from estr.ledger import open_ledger
 from estr.ledger.parts import part_path, write_step
@@ -82,6 +83,24 @@ def test_a_long_run_is_thinned_without_losing_peaks_or_counts():
     assert curves.values["eligible_tokens"] == [30.0, 30.0, 10.0]
     assert curves.values["loss"] == [None, None, None]
     assert [stride_for(n) for n in (0, 1, 500, 501, 10_000)] == [1, 1, 1, 2, 20]
+
+
+def test_an_evaluation_stands_where_its_version_was_made():
+    steps = [
+        {"step": n, "version": n - (n > 1), "wall_s": 10.0 * n, "eligible_tokens": 5.0}
+        for n in (1, 2, 3)  # the second step was skipped: version 1 twice
+    ]
+    found = [(0, 0), (1, 3), (2, 3)]
+    evaluations = [
+        {"step": at, "version": v, "wall_s": 99.0, "eval/accuracy": 0.5, "eval/problems": 4.0}
+        for v, at in found
+    ]
+    curves = curves_of([evaluations[0], *steps, *evaluations[1:]], 1)
+    assert [(e.step, e.wall_s, e.tokens) for e in curves.evaluations] == [
+        (0, 0.0, 0.0),
+        (1, 10.0, 5.0),
+        (3, 30.0, 15.0),
+    ]
 
 
 def test_seeds_are_averaged_where_all_of_them_are(tmp_path):
@@ -465,6 +484,16 @@ def test_the_command_says_where_the_page_lies(tmp_path):
     done = CliRunner().invoke(cli, ["report", str(tmp_path / "two"), "--out", str(elsewhere)])
     assert done.exit_code == 0
     assert elsewhere.is_file()
+
+
+def test_a_finished_run_gets_its_report_if_that_is_quick(tmp_path):
+    folder = make_run(tmp_path, "run", steps=1)
+    assert report_of(folder, MOST_TOKENS + 1) == f"estr report {folder} makes a page of it"
+    assert not (folder / "report.html").exists()
+    assert report_of(folder, MOST_TOKENS) == str(folder / "report.html")
+    assert (folder / "report.html").is_file()
+    (folder / "summary.json").write_text("[]")
+    assert "summary.json is not the summary of a run; try again" in report_of(folder, 1)
 
 
 def test_what_is_no_run_and_where_nothing_can_be_written_are_errors(tmp_path):

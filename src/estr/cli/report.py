@@ -8,6 +8,12 @@ import click
 
 from .options import run_folder, runs_option
 
+REPORT = "report.html"
+"""The report of a run, in its folder."""
+
+DEFAULT_BUDGET = (600, 500_000)
+"""Trajectories that can be read, and their tokens."""
+
 
 @click.command()
 @click.argument("names", metavar="RUN...", nargs=-1, required=True)
@@ -19,14 +25,14 @@ from .options import run_folder, runs_option
 @click.option(
     "--trajectories",
     type=click.IntRange(min=1),
-    default=600,
+    default=DEFAULT_BUDGET[0],
     show_default=True,
     help="How many can be read token by token, of all runs together.",
 )
 @click.option(
     "--tokens",
     type=click.IntRange(min=1),
-    default=500_000,
+    default=DEFAULT_BUDGET[1],
     show_default=True,
     help="How many tokens these may have together.",
 )
@@ -51,7 +57,7 @@ def report(
     from ..report import Budget, write_report
 
     folders = [run_folder(name, runs) for name in names]
-    out = out or folders[0] / "report.html"
+    out = out or folders[0] / REPORT
     with Console(stderr=True).status("reading the runs"):
         made = write_report(folders, out, Budget(trajectories, tokens))
     for run in made.runs:

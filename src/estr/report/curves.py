@@ -169,19 +169,19 @@ def _together(name: str, entries: Sequence[float | None]) -> float | None:
 
 
 def _evaluations(records: Sequence[Record], steps: Sequence[Record]) -> Iterator[Evaluation]:
-    trained = {0: 0.0}
-    total = 0.0
+    """Each where its version was made: an evaluation ends, and is recorded, some steps later."""
+    made = {0: (0, 0.0, 0.0)}
+    tokens = 0.0
     for record in steps:
-        total += record.get("eligible_tokens") or 0.0
-        trained[int(record["step"])] = total
+        tokens += record.get("eligible_tokens") or 0.0
+        made.setdefault(int(record["version"]), (int(record["step"]), record["wall_s"], tokens))
     for record in records:
         accuracy = record.get("eval/accuracy")
-        if accuracy is None:
-            continue
-        low, high = wilson_interval(accuracy, record.get("eval/problems") or 0.0)
-        step = int(record["step"])
-        tokens = trained.get(step, total)
-        yield Evaluation(step, record["wall_s"], tokens, accuracy, low, high, "problems")
+        if accuracy is not None:
+            low, high = wilson_interval(accuracy, record.get("eval/problems") or 0.0)
+            recorded = (int(record["step"]), record["wall_s"], tokens)
+            place = made.get(int(record["version"]), recorded)
+            yield Evaluation(*place, accuracy, low, high, "problems")
 
 
 def _evaluations_over_seeds(runs: Sequence[Curves]) -> Iterator[Evaluation]:

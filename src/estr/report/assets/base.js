@@ -35,7 +35,8 @@ function number(value, digits = 3) {
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
   if (Number.isInteger(value)) return value.toLocaleString("en").replace("-", "−");
   const size = Math.abs(value);
-  const text = size >= 1e5 || size < 1e-3 ? value.toExponential(digits - 1).replace(/\.?0+e/, "e") : value.toPrecision(digits);
+  if (size >= 1000 && size < 1e7) return Math.round(value).toLocaleString("en").replace("-", "−");
+  const text = size >= 1e7 || size < 1e-3 ? value.toExponential(digits - 1).replace(/\.?0+e/, "e") : value.toPrecision(digits);
   return (text.includes("e") ? text : String(Number(text))).replace("-", "−");
 }
 

@@ -8,7 +8,7 @@ function sources(report, state) {
   if (state.together) {
     return report.recipes.map((recipe, i) => {
       const single = recipe.runs.length === 1;
-      return { name: single ? report.runs[recipe.runs[0]].name : `${recipe.label} (${recipe.runs.length} seeds)`, color: color(i),
+      return { name: single ? report.runs[recipe.runs[0]].name : `${recipe.label} (${recipe.runs.length} seeds)`, color: color(recipe.runs[0]),
         curves: recipe.curves || report.runs[recipe.runs[0]].curves, shown: recipe.runs.some((r) => !state.hidden.has(r)) };
     }).filter((source) => source.shown);
   }
@@ -32,10 +32,10 @@ function smoothed(values, width) {
 function curve(report, state, title, series, options = {}) {
   const [xLabel, xFormat] = X_AXES[state.x];
   const all = sources(report, state);
-  const lines = all.flatMap((source) => series.map(([metric, words, dash]) => {
+  const lines = all.flatMap((source) => series.map(([metric, words, dash], s) => {
     const { x, values, low, high } = source.curves;
     const width = options.raw ? 0 : state.smoothing;
-    const interval = Object.keys(low).length > 0;
+    const interval = s === 0 && Object.keys(low).length > 0; // more than one band hides the lines
     return { name: series.length > 1 ? (all.length > 1 ? `${source.name}: ${words}` : words) : source.name, color: source.color, dash,
       xs: x[state.x], ys: smoothed(values[metric], width),
       low: interval ? smoothed(low[metric], width) : null, high: interval ? smoothed(high[metric], width) : null };
@@ -100,11 +100,13 @@ function learning(report, state) {
   ];
 }
 
-const KINDS = { lag: ["lag", "tokens", "Target version − version, of each trained token."], staleness: ["v_target − v_first", "trajectories", "What max_staleness bounds."],
-  intra: ["intra", "trajectories", "v_last − v_first: versions within one trajectory."], inter: ["inter", "trajectories", "v_target − v_last: versions since its last token."] };
+const KINDS = { lag: ["lag of a token", "tokens", "Target version − version, of each trained token."], staleness: ["staleness, v_target − v_first", "trajectories", "What max_staleness bounds."],
+  intra: ["intra-trajectory staleness", "trajectories", "v_last − v_first: versions within one trajectory."], inter: ["inter-trajectory staleness", "trajectories", "v_target − v_last: versions since its last token."] };
 
 function staleness(report, state) {
-  const maps = shownRuns(report, state).flatMap(([run, i]) => Object.entries(KINDS).map(([kind, words]) => stalenessMap(run, i, kind, words, report.runs.length > 1)));
+  const several = report.runs.length > 1;
+  const maps = Object.entries(KINDS).flatMap(([kind, words]) => [several && h("h2", {}, `${words[0]}, by run`),
+    ...shownRuns(report, state).map(([run, i]) => stalenessMap(run, i, kind, words, several))]);
   return [
     curve(report, state, "Mean staleness", [["intra_mean", "intra"], ["inter_mean", "inter", "5 4"]], { hint: "Per trajectory of a step.", floor: 0 }),
     curve(report, state, "Largest staleness", [["staleness_max", "largest"], ["staleness_allowed", "allowed", "2 4"]], { hint: "v_target − v_first of the oldest trajectory of a step, and its bound.", floor: 0, raw: true }),
@@ -113,14 +115,14 @@ function staleness(report, state) {
 }
 
 function stalenessMap(run, index, kind, [name, unit, meaning], several) {
-  const title = `${kind[0].toUpperCase()}${kind.slice(1)} over time${several ? `: ${run.name}` : ""}`;
+  const title = several ? run.name : `${kind[0].toUpperCase()}${kind.slice(1)} over time`;
   if (!run.facts) return card({ title, draw: () => null, empty: "This run has no ledger (recipe key ledger), so its distributions are not known." });
   const counts = run.facts.staleness[kind];
   const totals = new Map();
   for (const [stretch, , count] of counts) totals.set(stretch, (totals.get(stretch) || 0) + count);
   const highest = Math.max(run.max_staleness, ...counts.map(([, value]) => value));
   const columns = run.facts.stretches.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`));
-  return heatMap({ title, hint: `${meaning} The stronger the color, the larger the share of the ${unit}.`, columns, rows: Array.from({ length: highest + 1 }, (_, v) => `${v}`), xLabel: "steps", yLabel: name, mark: color(index),
+  return heatMap({ title, hint: `${meaning} The stronger the color, the larger the share of the ${unit}.`, columns, rows: Array.from({ length: highest + 1 }, (_, v) => `${v}`), xLabel: "steps", yLabel: name, mark: color(index), height: several ? 180 : HEIGHT,
     cells: counts.map(([stretch, value, count]) => [stretch, value, count / totals.get(stretch), [[unit, number(count)], ["share", percent(count / totals.get(stretch))]]]) });
 }
 
@@ -230,7 +232,7 @@ function work(report, state) {
   const runs = shownRuns(report, state).filter(([run]) => run.facts);
   const flights = runs.filter(([run]) => run.facts.in_flight.length);
   return [
-    curve(report, { ...state, x: "wall_s" }, "Busy processes", [["engine_busy", "engine"], ["trainer_busy", "trainer", "5 4"]], { hint: "Share of the time since the step before that each spent at work.", yFormat: percent, floor: 0, ceiling: 1, least: 1, wide: true }),
+    curve(report, { ...state, x: "wall_s", together: false }, "Busy processes", [["engine_busy", "engine"], ["trainer_busy", "trainer", "5 4"]], { hint: "Share of the time since the step before that each spent at work.", yFormat: percent, floor: 0, ceiling: 1, least: 1, wide: true }),
     statuses(report, state),
     lineChart({ title: "Rollouts under way", hint: "Of those that reached an optimizer step.", xLabel: "wall time", xFormat: duration, floor: 0, wide: true, empty: "No times are known: no ledger, or a run that was resumed (each life has its own clock).",
       lines: flights.map(([run, i]) => ({ name: run.name, color: color(i), xs: run.facts.in_flight.map((p) => p[0]), ys: run.facts.in_flight.map((p) => p[1]) })) }),
