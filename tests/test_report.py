@@ -189,16 +189,17 @@ def test_the_slope_of_the_noise_is_found(tmp_path, power):
     noise = facts_of(tmp_path).noise
     assert noise.which == "lag 1 and more"
     assert [b.tokens for b in noise.bins] == [360] * 4
-    assert noise.slope == pytest.approx(power, abs=1e-4)
-    assert noise.low == pytest.approx(power, abs=1e-4)  # all stretches say the same
-    assert noise.high == pytest.approx(power, abs=1e-4)
+    assert [fit.from_entropy for fit in noise.fits] == [0.0, 0.1]
+    for fit in noise.fits:
+        for found in (fit.slope, fit.low, fit.high):  # all stretches say the same
+            assert found == pytest.approx(power, abs=1e-4)
     assert noise.bins[0].second_moment == pytest.approx(0.06**power, rel=1e-5)
 
 
 def test_too_little_for_a_slope_is_no_slope(tmp_path):
     write_random_ledger(tmp_path, steps=1)
     noise = facts_of(tmp_path).noise
-    assert (noise.slope, noise.low, noise.high) == (None, None, None)
+    assert noise.fits == []
     assert noise.bins
     assert all(b.low is None and not b.fitted for b in noise.bins)
 

@@ -1,16 +1,19 @@
-"""One HTML page of any number of runs.
+"""One HTML page of any number of runs: what they recorded, read once, and a page that draws it.
 
-metrics.jsonl --curves-------+
-ledger --------token_facts---+--> Report --page--> report.html
-       --------microscope----+
-model/ --------texts---------+
+    metrics.jsonl --curves-------------+
+    ledger --------token_facts, noise--+--> Report --page--> report.html
+           --------microscope----------+
+    model/ --------texts---------------+
 
-curves         the course of every metric; intervals over seeds
-token_facts    sums over all tokens and trajectories
-microscope     some trajectories with all of their tokens, to be read
-texts          what a token says
-runs           all of these, of every run: plain data
-page           the data as a page; assets/ holds its script and style sheet
+    curves         the course of every metric; intervals over seeds
+    token_facts    sums over all tokens and trajectories
+    noise          does the log-ratio grow with the entropy?
+    microscope     some trajectories with all of their tokens, to be read
+    texts          what a token says
+    runs           all of these, of every run: plain data
+    page           the data as a page; assets/ holds its scripts and style sheet
+
+Charts are of everything; only the microscope is of a sample, and says of which.
 """
 
 from __future__ import annotations

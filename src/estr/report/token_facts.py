@@ -9,55 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from ..ledger import Ledger
-from ..scores import LEVEL
+from .noise import Noise, noise_by_entropy
 
 MOST_STRETCHES = 48
 """Stretches of consecutive steps that a run is told in, and that intervals resample."""
 
-_FEWEST_STRETCHES = 5
-"""Fewer are too few to resample."""
-
-_FEWEST_TOKENS = 100
-"""Of a bin that the slope is fitted to."""
-
 _UNKNOWN = -1.0
 """Stands for the entropy bin of a token without entropy."""
 
-_NUM_RESAMPLES = 1000
 _NUM_LENGTHS = 30
 _NUM_INSTANTS = 400
-
-Floats = npt.NDArray[np.float64]
-
-
-@dataclass(frozen=True, slots=True)
-class NoiseBin:
-    """Tokens of like entropy: mean entropy, E[log_ratio^2] with its interval, how many."""
-
-    entropy: float
-    second_moment: float
-    low: float | None
-    high: float | None
-    tokens: int
-    fitted: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Noise:
-    """E[log_ratio^2] by entropy. slope: of log E[log_ratio^2] in log(entropy + eps), least squares
-    over the bins with enough tokens; 1 is what a trust region scaled by the entropy supposes.
-    which: the tokens it is about, in words."""
-
-    which: str
-    eps: float
-    bins: list[NoiseBin]
-    slope: float | None
-    intercept: float | None
-    low: float | None
-    high: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +118,7 @@ def token_facts(ledger: Ledger, stretches: list[list[int]], *, schedule: Path) -
         num_trained_tokens=int(trained),
         stretches=stretches,
         staleness=staleness,
-        noise=_noise(cube, eps, len(stretches)),
+        noise=noise_by_entropy(with_entropy, eps, len(stretches)),
         num_without_entropy=int(np.asarray(cube["tokens"])[~known].sum()),
         by_entropy=_shares(with_entropy, "entropy_bin"),
         by_lag=_shares(cube, "lag"),
@@ -206,74 +169,6 @@ def _shares(cube: dict[str, Any], *names: str) -> list[Share]:
     return [
         Share(key, *(int(column[i]) for column in sums)) for i, key in enumerate(distinct.tolist())
     ]
-
-
-def _noise(cube: dict[str, Any], eps: float, num_stretches: int) -> Noise:
-    """Stale tokens where there are any: at lag 0 the weights are the same, and what differs is
-    arithmetic."""
-    stale = np.asarray(cube["lag"]) >= 1
-    which = "lag 1 and more" if stale.any() else "lag 0"
-    chosen = stale if stale.any() else np.ones_like(stale)
-    bins, place = np.unique(np.asarray(cube["noise_bin"])[chosen], return_inverse=True)
-    shape = (num_stretches, len(bins))
-    sums = np.zeros((3, *shape))  # tokens, entropy, squares
-    where = (np.asarray(cube["stretch"])[chosen], place)
-    for i, name in enumerate(("finite", "entropy", "squares")):
-        np.add.at(sums[i], where, np.asarray(cube[name], dtype=np.float64)[chosen])
-    totals = sums.sum(axis=1)
-    fitted = (totals[0] >= _FEWEST_TOKENS) & (totals[2] > 0)
-    slope, intercept = _line(totals[:, fitted], eps)
-    resampled = _resampled(sums)
-    slope_low = slope_high = None
-    if slope is not None and resampled is not None:
-        slopes = [_line(one[:, fitted], eps)[0] for one in resampled]
-        slope_low, slope_high = _interval(np.array([s for s in slopes if s is not None]))
-    found = []
-    for i in range(len(bins)):
-        tokens, entropy, squares = totals[:, i]
-        if not tokens:
-            continue
-        low = high = None
-        if resampled is not None and tokens >= _FEWEST_TOKENS:
-            drawn = resampled[:, :, i]
-            low, high = _interval(drawn[drawn[:, 0] > 0][:, 2] / drawn[drawn[:, 0] > 0][:, 0])
-        mean, moment = float(entropy / tokens), float(squares / tokens)
-        found.append(NoiseBin(mean, moment, low, high, int(tokens), bool(fitted[i])))
-    return Noise(which, eps, found, slope, intercept, slope_low, slope_high)
-
-
-def _resampled(sums: Floats) -> Floats | None:
-    """Totals [resample, 3, bin] with the stretches drawn anew: the tokens of a stretch share their
-    weights, so they are not independent, while stretches nearly are. None: too few of them."""
-    num_stretches = sums.shape[1]
-    if num_stretches < _FEWEST_STRETCHES:
-        return None
-    rng = np.random.default_rng(0)
-    times = rng.multinomial(
-        num_stretches, np.full(num_stretches, 1 / num_stretches), _NUM_RESAMPLES
-    )
-    drawn: Floats = np.einsum("rs,ksb->rkb", times.astype(np.float64), sums)
-    return drawn
-
-
-def _line(totals: Floats, eps: float) -> tuple[float | None, float | None]:
-    """(slope, intercept) of log E[log_ratio^2] in log(entropy + eps); None of fewer than 3 bins."""
-    tokens, entropy, squares = totals
-    usable = (tokens > 0) & (squares > 0)
-    if usable.sum() < 3:
-        return None, None
-    x = np.log(entropy[usable] / tokens[usable] + eps)
-    y = np.log(squares[usable] / tokens[usable])
-    slope, intercept = np.polyfit(x, y, 1)
-    return float(slope), float(intercept)
-
-
-def _interval(values: Floats) -> tuple[float | None, float | None]:
-    if not len(values):
-        return None, None
-    tail = (1 - LEVEL) / 2
-    low, high = np.quantile(values, [tail, 1 - tail])
-    return float(low), float(high)
 
 
 def _lengths(ledger: Ledger) -> tuple[int, list[list[float]]]:

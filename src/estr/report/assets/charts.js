@@ -197,8 +197,9 @@ function barChart({ groups, bars, xLabel, yFormat = percent, stacked, ...rest })
       if (v === null || v === undefined) return null;
       const left = stacked ? x(g) - thick / 2 : x(g) + (b - bars.length / 2) * thick;
       const [top, base] = [y(below[g] + v), y(below[g])];
+      const tall = Math.max(v > 0 ? 1.5 : 0, base - top); // what is there can be seen
       if (stacked) below[g] += v;
-      return svg("rect", { class: "block", x: left + 0.5, y: top, width: Math.max(1, thick - 1), height: Math.max(v > 0 ? 1.5 : 0, base - top), style: { fill: bar.color },
+      return svg("rect", { class: "block", x: left + 0.5, y: base - tall, width: Math.max(1, thick - 1), height: tall, style: { fill: bar.color },
         onpointermove: (e) => tip.show(e.clientX, e.clientY, `${xLabel}: ${groups[g]}`, [[bar.name, yFormat(v), bar.color], ...((bar.notes && bar.notes[g]) || [])]),
         onpointerleave: () => tip.hide() });
     }));

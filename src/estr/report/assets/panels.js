@@ -105,8 +105,10 @@ const KINDS = { lag: ["lag of a token", "tokens", "Target version − version, o
 
 function staleness(report, state) {
   const several = report.runs.length > 1;
-  const maps = Object.entries(KINDS).flatMap(([kind, words]) => [several && h("h2", {}, `${words[0]}, by run`),
-    ...shownRuns(report, state).map(([run, i]) => stalenessMap(run, i, kind, words, several))]);
+  const maps = Object.entries(KINDS).flatMap(([kind, words]) => {
+    const own = shownRuns(report, state).map(([run, i]) => stalenessMap(run, i, kind, words, several));
+    return several && own.length ? h("div", { class: "multiples" }, h("h2", {}, words[0]), h("p", { class: "hint" }, shades(words)), h("div", {}, own)) : own;
+  });
   return [
     curve(report, state, "Mean staleness", [["intra_mean", "intra"], ["inter_mean", "inter", "5 4"]], { hint: "Per trajectory of a step.", floor: 0 }),
     curve(report, state, "Largest staleness", [["staleness_max", "largest"], ["staleness_allowed", "allowed", "2 4"]], { hint: "v_target − v_first of the oldest trajectory of a step, and its bound.", floor: 0, raw: true }),
@@ -114,7 +116,10 @@ function staleness(report, state) {
   ];
 }
 
-function stalenessMap(run, index, kind, [name, unit, meaning], several) {
+const shades = ([, unit, meaning]) => `${meaning} The stronger the color, the larger the share of the ${unit}.`;
+
+function stalenessMap(run, index, kind, words, several) {
+  const [name, unit] = words;
   const title = several ? run.name : `${kind[0].toUpperCase()}${kind.slice(1)} over time`;
   if (!run.facts) return card({ title, draw: () => null, empty: "This run has no ledger (recipe key ledger), so its distributions are not known." });
   const counts = run.facts.staleness[kind];
@@ -122,7 +127,7 @@ function stalenessMap(run, index, kind, [name, unit, meaning], several) {
   for (const [stretch, , count] of counts) totals.set(stretch, (totals.get(stretch) || 0) + count);
   const highest = Math.max(run.max_staleness, ...counts.map(([, value]) => value));
   const columns = run.facts.stretches.map(([from, to]) => (from === to ? `${from}` : `${from}–${to}`));
-  return heatMap({ title, hint: `${meaning} The stronger the color, the larger the share of the ${unit}.`, columns, rows: Array.from({ length: highest + 1 }, (_, v) => `${v}`), xLabel: "steps", yLabel: name, mark: color(index), height: several ? 180 : HEIGHT,
+  return heatMap({ title, hint: several ? null : shades(words), columns, rows: Array.from({ length: highest + 1 }, (_, v) => `${v}`), xLabel: "steps", yLabel: name, mark: color(index), height: several ? 180 : HEIGHT,
     cells: counts.map(([stretch, value, count]) => [stretch, value, count / totals.get(stretch), [[unit, number(count)], ["share", percent(count / totals.get(stretch))]]]) });
 }
 
@@ -185,11 +190,7 @@ function noise(report, state) {
     const bins = run.facts.noise.bins.filter((b) => b.second_moment > 0);
     return { name: run.name, color: color(i), bins, noise: run.facts.noise };
   });
-  const said = runs.map(([run]) => {
-    const n = run.facts.noise;
-    const interval = n.low === null ? "too few steps for an interval" : `95 % interval ${number(n.low)} to ${number(n.high)}`;
-    return `${run.name} (${n.which}): ${n.slope === null ? "too few tokens for a slope" : `slope ${number(n.slope)}, ${interval}`}`;
-  });
+  const said = runs.map(([run]) => `${run.name} (${run.facts.noise.which}): ${run.facts.noise.fits.map(saidOfFit).join("; ") || "too few tokens for a slope"}.`);
   const draw = (width, height) => {
     const all = lines.flatMap((line) => line.bins);
     if (!all.length) return null;
@@ -206,7 +207,7 @@ function noise(report, state) {
     const clip = `clip${clips++}`;
     return svg("svg", { width, height, role: "img", "aria-label": "Noise by entropy" }, plotArea(clip, width, height), axes, svg("g", { "clip-path": `url(#${clip})` }, bounds(runs, x, y, xs), marks));
   };
-  return card({ title: "E[δ²] by entropy", hint: ["A trust region that scales with the entropy supposes a slope of 1. Dashed: the fit; red: where the correction rejects, δ² = tau (H + eps).", said.map((text) => h("span", { class: "said" }, text))], draw, wide: true, height: 260, empty: NO_LEDGER,
+  return card({ title: "E[δ²] by entropy", hint: ["A trust region that scales with the entropy supposes a slope of 1. Dashed: the fits; red: where the correction rejects, δ² = tau (H + eps).", said.map((text) => h("span", { class: "said" }, text))], draw, wide: true, height: 260, empty: NO_LEDGER,
     legend: lines.map(({ name, color: mark }) => ({ name, color: mark, block: true })) });
 }
 
@@ -221,11 +222,18 @@ function bounds(runs, x, y, [low, high]) {
   return taus.map((tau) => svg("line", { class: "line", x1: x(low), x2: x(high), y1: y(tau * low), y2: y(tau * high), style: { stroke: "var(--bad)" } }));
 }
 
+function saidOfFit(fit) {
+  const where = fit.from_entropy ? `from ${number(fit.from_entropy)} nats on` : "of all bins";
+  return `slope ${where} ${number(fit.slope)}${fit.low === null ? " (too few steps for an interval)" : ` (95 %: ${number(fit.low)} to ${number(fit.high)})`}`;
+}
+
 function fitted({ noise: n, bins, color: mark }, x, y) {
-  if (n.slope === null) return null;
-  const ends = [bins[0], bins[bins.length - 1]].map((b) => b.entropy + n.eps);
-  const at = (v) => Math.exp(n.intercept + n.slope * Math.log(v));
-  return svg("line", { class: "line", x1: x(ends[0]), x2: x(ends[1]), y1: y(at(ends[0])), y2: y(at(ends[1])), "stroke-dasharray": "6 4", style: { stroke: mark } });
+  return n.fits.map((fit) => {
+    const used = bins.filter((b) => b.fitted && b.entropy >= fit.from_entropy);
+    const ends = [used[0], used[used.length - 1]].map((b) => b.entropy + n.eps);
+    const at = (v) => Math.exp(fit.intercept + fit.slope * Math.log(v));
+    return svg("line", { class: "line", x1: x(ends[0]), x2: x(ends[1]), y1: y(at(ends[0])), y2: y(at(ends[1])), "stroke-dasharray": fit.from_entropy ? "2 3" : "7 4", style: { stroke: mark } });
+  });
 }
 
 function work(report, state) {
