@@ -41,6 +41,12 @@ from report_cases import METRICS, finish, highest_score, make_run, save_tokenize
 BUDGET = Budget(trajectories=1000, tokens=1_000_000)
 
 
+def unpacked(page: str) -> str:
+    """The data in a page."""
+    packed = re.search(r'<script id="data" type="text/plain">([^<]*)<', page)
+    return gzip.decompress(base64.b64decode(packed[1])).decode()
+
+
 def column(seen: Any, name: str, kind: str) -> Any:
     return np.frombuffer(base64.b64decode(seen.columns[name]), dtype=kind)
 
@@ -310,6 +316,20 @@ def test_trajectories_that_were_never_scored_can_be_read(tmp_path):
     assert render(build_report([folder], BUDGET))
 
 
+def test_a_token_that_could_not_have_been_drawn_is_the_most_suspicious(tmp_path):
+    folder = make_run(tmp_path, "run", steps=3)
+    own = trajectory(
+        RolloutId(0, 99, 0), logprobs=[-1.0, -math.inf], entropies=[0.5, 0.5], versions=[3, 3]
+    )
+    made = consumption(own, [0.0, 0.0], kept=[True, False])
+    made.policy_logprobs[3] = -1.0
+    write_step(folder, record(4, [(own, made)]))
+    report = build_report([folder], Budget(1, 100))
+    (row,) = report.runs[0].microscope.trajectories
+    assert (row.group_id, row.max_score) == (99, pytest.approx(3e38))
+    assert "Infinity" not in unpacked(render(report))
+
+
 def test_texts_of_tokens(tmp_path):
     save_tokenizer(tmp_path, ["[UNK]", "a", " b", "\n", "</script>"])
     from estr.models import load_tokenizer
@@ -382,6 +402,13 @@ def test_a_broken_summary_is_an_error(tmp_path):
         build_report([folder], BUDGET)
 
 
+def test_a_folder_whose_name_is_no_text_has_a_report(tmp_path):
+    folder = make_run(tmp_path, "run\udcff", steps=1, ledger=False)
+    report = build_report([folder], BUDGET)
+    assert report.runs[0].name == "run\\udcff"
+    assert render(report)
+
+
 def test_two_runs_of_one_name_are_told_apart(tmp_path):
     folders = [make_run(tmp_path / place, "run", steps=1) for place in ("x", "y")]
     assert [run.name for run in build_report(folders, BUDGET).runs] == ["x/run", "y/run"]
@@ -441,8 +468,7 @@ def test_what_a_model_wrote_is_nowhere_in_the_markup(tmp_path):
 
 def test_the_page_holds_the_report(tmp_path):
     report = build_report([evil_run(tmp_path)], BUDGET)
-    packed = re.search(r'<script id="data" type="text/plain">([^<]*)<', render(report))
-    held = json.loads(gzip.decompress(base64.b64decode(packed[1])))
+    held = json.loads(unpacked(render(report)))
     assert held["runs"][0]["microscope"]["texts"][0] == EVIL
     assert held["runs"][0]["microscope"]["trajectories"][0]["error"] == EVIL
     assert render(report) == render(report)

@@ -125,7 +125,7 @@ select
     place, position, token_ids, segment, sampled, versions, behavior_logprobs, behavior_entropies,
     behavior_gini, policy_logprobs, kept, clipped
 from tokens join picked using (step, trajectory)
-where list_contains($places, place)
+where place in (select unnest($places))
 order by place, position
 """
 

@@ -88,7 +88,8 @@ def build_report(folders: Sequence[str | Path], budget: Budget) -> Report:
     stride = stride_for(max((_last_step(source.records) for source in sources), default=0))
     keys = [_recipe_key(source.recipe) for source in sources]
     distinct = list(dict.fromkeys(keys))
-    share = Budget(budget.trajectories // len(sources), budget.tokens // len(sources))
+    number = len(sources)
+    share = Budget(max(1, budget.trajectories // number), budget.tokens // number)
     runs = [
         _run(source, stride, distinct.index(key), share)
         for source, key in zip(sources, keys, strict=True)
@@ -151,7 +152,7 @@ def _run(source: _Source, stride: int, recipe_number: int, budget: Budget) -> Ru
         summary=summary,
         facts=facts,
         microscope=seen,
-        notes=notes,
+        notes=[_text(note) for note in notes],
     )
 
 
@@ -176,10 +177,16 @@ def _names(folders: Sequence[Path]) -> list[str]:
     """The names of the folders, with that of the one above where two are alike."""
     resolved = [folder.resolve() for folder in folders]
     names = [folder.name for folder in resolved]
-    return [
+    told = [
         name if names.count(name) == 1 else f"{folder.parent.name}/{name}"
         for name, folder in zip(names, resolved, strict=True)
     ]
+    return [_text(name) for name in told]
+
+
+def _text(text: str) -> str:
+    """A file name may hold bytes that are no text; they become escapes."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _flat(recipe: Recipe) -> dict[str, Any]:

@@ -82,7 +82,8 @@ group by all
 _FACTS = """
 create temp table report_facts as
 with scores as (
-    select step, trajectory, max(score) filter (where isfinite(score)) as max_score
+    -- Infinite where a token had no chance to be drawn; JSON has no such number.
+    select step, trajectory, max(least(score, 3e38)) filter (where not isnan(score)) as max_score
     from trained_tokens group by step, trajectory
 )
 select f.*, stretch, max_score

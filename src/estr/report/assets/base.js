@@ -32,7 +32,7 @@ function visible(text) {
 
 function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return MISSING;
-  if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
+  if (Math.abs(value) > 2e38) return value > 0 ? "∞" : "−∞";
   if (Number.isInteger(value)) return value.toLocaleString("en").replace("-", "−");
   const size = Math.abs(value);
   if (size >= 1000 && size < 1e7) return Math.round(value).toLocaleString("en").replace("-", "−");

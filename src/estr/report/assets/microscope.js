@@ -90,7 +90,7 @@ function microscope(report) {
     if (suspects) return suspects;
     const c = columns();
     const found = [];
-    rows().forEach((row, r) => { for (let i = row.offset; i < row.offset + row.num_tokens; i++) if (Number.isFinite(c.score[i])) found.push([c.score[i], r, i]); });
+    rows().forEach((row, r) => { for (let i = row.offset; i < row.offset + row.num_tokens; i++) if (!Number.isNaN(c.score[i])) found.push([c.score[i], r, i]); });
     found.sort((a, b) => b[0] - a[0]);
     return (suspects = found.slice(0, MOST_SUSPICIOUS));
   }

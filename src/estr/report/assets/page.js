@@ -3,6 +3,8 @@
 const TABS = { learning: ["Learning", learning], staleness: ["Staleness", staleness], region: ["Trust region", region], work: ["Work", work], tokens: ["Tokens", null] };
 
 function page(report) {
+  for (const run of report.runs) run.name = visible(run.name);
+  for (const recipe of report.recipes) recipe.label = visible(recipe.label);
   const seeds = report.recipes.some((recipe) => recipe.curves);
   const state = { tab: TABS[location.hash.slice(1)] ? location.hash.slice(1) : "learning", x: "step", smoothing: 0, log: true, together: seeds, hidden: new Set() };
   const body = h("div", { id: "body" });
