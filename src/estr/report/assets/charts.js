@@ -52,7 +52,7 @@ function range(values, { log, floor, ceiling, least }) {
   if (least !== undefined) high = Math.max(high, least);
   if (low === high) { const d = Math.abs(low) * 0.1 || 0.5; low = floor === low ? low : low - d; high += d; }
   const pad = (high - low) * 0.05;
-  return [floor !== undefined && low >= floor ? floor : low - pad, ceiling !== undefined && high <= ceiling ? ceiling : high + pad];
+  return [floor !== undefined && low >= floor ? floor : low - pad, ceiling === undefined ? high + pad : Math.min(high + pad, ceiling)];
 }
 
 // A card with a title, a legend, and what `draw(width, height)` returns (null: nothing to draw).

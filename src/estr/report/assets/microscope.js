@@ -51,7 +51,7 @@ const COLORINGS = {
     legend: () => Object.values(VERDICTS).map(([words, mark, share]) => [mixed(mark, share), words]) },
 };
 const versionColor = (lag) => mixed(color(((lag % 8) + 8) % 8), 50);
-const scoreShare = (share) => 85 * Math.max(0.04, Math.min(1, (Math.log10(Math.max(share, 1e-4)) + 4) / 4.5));
+const scoreShare = (share) => 85 * Math.max(0.04, Math.min(1, (Math.log10(Math.max(share, 1e-3)) + 3) / 3) ** 1.6);
 
 function microscope(report) {
   const runs = report.runs.map((run, i) => i).filter((i) => report.runs[i].microscope && report.runs[i].microscope.trajectories.length);
