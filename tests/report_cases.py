@@ -1,15 +1,20 @@
-"""Run folders with what a report reads, made of random numbers."""
+"""Run folders with what a report reads, made of random numbers, and one made to do harm."""
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
 from estr.config import load_recipe
+from estr.ledger.parts import write_step
 from estr.metrics import MetricsWriter
-from ledger_cases import write_random_ledger
+from estr.types import RolloutId
+from ledger_cases import consumption, record, trajectory, write_random_ledger
 
 METRICS = {
     "reward_mean": 0.5,
@@ -84,9 +89,35 @@ def highest_score(records: list[Any], eps: float = 0.01) -> float:
     """Of all trained tokens, worked out from the columns."""
     best = -math.inf
     for one in records:
-        for trajectory, consumption in zip(one.trajectories, one.consumptions, strict=True):
-            (segment,) = trajectory.segments
-            delta = consumption.policy_logprobs - segment.behavior_logprobs
+        for of, consumed in zip(one.trajectories, one.consumptions, strict=True):
+            (segment,) = of.segments
+            delta = consumed.policy_logprobs - segment.behavior_logprobs
             scores = delta**2 / (segment.behavior_entropies + eps)
             best = max(best, float(scores[segment.sampled].max()))
     return best
+
+
+EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'><!--"
+
+
+def evil_run(runs: Path) -> Path:
+    """Whose name, tokens, errors and rewards are markup."""
+    folder = make_run(runs, "<img src=x onerror=alert(1)>", steps=1, ledger=False)
+    save_tokenizer(folder, ["?", EVIL, "]]>", "<!--", "&lt;b&gt;", *map(str, range(5, 9))])
+    own = trajectory(
+        RolloutId(0, 0, 0),
+        logprobs=[-1.0] * 4,
+        entropies=[0.5] * 4,
+        versions=[0] * 4,
+        rewards={EVIL: 1.0},
+        error=EVIL,
+        status="timeout",
+    )
+    write_step(folder, record(1, [(own, consumption(own, [2.0, 0.0, 0.0, 0.0]))]))
+    return folder
+
+
+def unpacked(page: str) -> str:
+    """The data in a page."""
+    packed = re.search(r'<script id="data" type="text/plain">([^<]*)<', page)
+    return gzip.decompress(base64.b64decode(packed[1])).decode()

@@ -1,28 +1,20 @@
-"""What a report reads out of runs, and that its page holds nothing but itself."""
+"""What a report reads out of runs."""
 
 from __future__ import annotations
 
 import base64
-import gzip
-import hashlib
-import json
 import math
 import re
-from html.parser import HTMLParser
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from click.testing import CliRunner
 
-from estr.cli import cli
-from estr.cli.train import MOST_TOKENS, report_of
 from estr.errors import DataError
 from estr.ledger import open_ledger
 from estr.ledger.parts import part_path, write_step
-from estr.report import Budget, build_report, render, write_report
+from estr.report import Budget, build_report, render
 from estr.report.curves import (
     SERIES,
     curves_of,
@@ -36,15 +28,9 @@ from estr.report.texts import TokenTexts
 from estr.report.token_facts import TokenFacts, prepare, token_facts
 from estr.types import RolloutId
 from ledger_cases import consumption, record, trajectory, write_random_ledger
-from report_cases import METRICS, finish, highest_score, make_run, save_tokenizer
+from report_cases import METRICS, finish, highest_score, make_run, save_tokenizer, unpacked
 
 BUDGET = Budget(trajectories=1000, tokens=1_000_000)
-
-
-def unpacked(page: str) -> str:
-    """The data in a page."""
-    packed = re.search(r'<script id="data" type="text/plain">([^<]*)<', page)
-    return gzip.decompress(base64.b64decode(packed[1])).decode()
 
 
 def column(seen: Any, name: str, kind: str) -> Any:
@@ -141,6 +127,12 @@ def test_every_drawn_metric_is_one_that_runs_write():
     known = set(re.findall(r"`([a-z0-9_]+)`", described))
     bases = {re.sub(r"_(mean|p90|max|kept)$", "", name) for name in SERIES}
     assert {name for name in bases if name not in known and f"{name}_mean" not in known} == set()
+
+
+def test_seeds_with_no_step_in_common_have_empty_curves():
+    one = curves_of([{"step": 1, "version": 1, "wall_s": 1.0}], 1)
+    none = curves_of([], 1)
+    assert over_seeds([one, none]).x["step"] == []
 
 
 # Sums over the ledger
@@ -412,127 +404,3 @@ def test_a_folder_whose_name_is_no_text_has_a_report(tmp_path):
 def test_two_runs_of_one_name_are_told_apart(tmp_path):
     folders = [make_run(tmp_path / place, "run", steps=1) for place in ("x", "y")]
     assert [run.name for run in build_report(folders, BUDGET).runs] == ["x/run", "y/run"]
-
-
-# The page
-
-
-class Elements(HTMLParser):
-    """Everything that a browser would see as markup."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.attributes: list[tuple[str, str | None]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append(tag)
-        self.attributes += attrs
-
-
-def elements(page: str) -> Elements:
-    parser = Elements()
-    parser.feed(page)
-    return parser
-
-
-EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 1'><!--"
-
-
-def evil_run(runs: Path) -> Path:
-    """Whose name, tokens, errors and rewards are markup."""
-    folder = make_run(runs, "<img src=x onerror=alert(1)>", steps=1, ledger=False)
-    save_tokenizer(folder, ["?", EVIL, "]]>", "<!--", "&lt;b&gt;", *map(str, range(5, 9))])
-    own = trajectory(
-        RolloutId(0, 0, 0),
-        logprobs=[-1.0] * 4,
-        entropies=[0.5] * 4,
-        versions=[0] * 4,
-        rewards={EVIL: 1.0},
-        error=EVIL,
-        status="timeout",
-    )
-    write_step(folder, record(1, [(own, consumption(own, [2.0, 0.0, 0.0, 0.0]))]))
-    return folder
-
-
-def test_what_a_model_wrote_is_nowhere_in_the_markup(tmp_path):
-    harmless = elements(render(build_report([make_run(tmp_path, "run", steps=1)], BUDGET)))
-    page = render(build_report([evil_run(tmp_path)], BUDGET))
-    evil = elements(page)
-    assert evil.tags == harmless.tags
-    assert [name for name, _ in evil.attributes] == [name for name, _ in harmless.attributes]
-    assert "pwned" not in page
-    assert page.count("<script") == page.count("</script>") == 2
-
-
-def test_the_page_holds_the_report(tmp_path):
-    report = build_report([evil_run(tmp_path)], BUDGET)
-    held = json.loads(unpacked(render(report)))
-    assert held["runs"][0]["microscope"]["texts"][0] == EVIL
-    assert held["runs"][0]["microscope"]["trajectories"][0]["error"] == EVIL
-    assert render(report) == render(report)
-
-
-def test_the_page_is_whole_and_lets_in_nothing_else(tmp_path):
-    page = render(build_report([make_run(tmp_path, "run", steps=1)], BUDGET))
-    found = elements(page)
-    assert {"src", "href", "action", "data"} & {name for name, _ in found.attributes} == set()
-    assert "link" not in found.tags
-    addresses = set(re.findall(r"https?://[^\s\"'`]+", page))
-    assert addresses == {"http://www.w3.org/2000/svg"}  # a name, not a place
-    policy = re.search(r'http-equiv="Content-Security-Policy" content="([^"]*)"', page)[1]
-    assert "default-src 'none'" in policy
-    for tag in ("script", "style"):
-        text = re.search(rf"<{tag}>(.*?)</{tag}>", page, re.DOTALL)[1]
-        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-        assert f"{tag}-src 'sha256-{digest}'" in policy
-
-
-def test_no_script_reads_a_string_as_markup_or_as_code():
-    assets = files("estr.report").joinpath("assets")
-    scripts = {a.name: a.read_text() for a in assets.iterdir() if a.name.endswith(".js")}
-    ways = r"innerHTML|outerHTML|insertAdjacent|document\.write|DOMParser|srcdoc|eval\(|Function\("
-    assert len(scripts) == 5
-    assert {name for name, text in scripts.items() if re.search(ways, text)} == set()
-    assert not any("</script" in text for text in scripts.values())
-
-
-def test_the_command_says_where_the_page_lies(tmp_path):
-    make_run(tmp_path, "one", steps=1)
-    make_run(tmp_path, "two", "seed=1", steps=1)
-    done = CliRunner().invoke(cli, ["report", "one", "two", "--runs", str(tmp_path)])
-    assert done.exit_code == 0, done.output
-    place = tmp_path / "one" / "report.html"
-    assert f"report: {place}" in done.stdout
-    assert place.read_text().startswith("<!doctype html>")
-    assert "one: Unfinished" in done.stderr
-    elsewhere = tmp_path / "page.html"
-    done = CliRunner().invoke(cli, ["report", str(tmp_path / "two"), "--out", str(elsewhere)])
-    assert done.exit_code == 0
-    assert elsewhere.is_file()
-
-
-def test_a_finished_run_gets_its_report_if_that_is_quick(tmp_path):
-    folder = make_run(tmp_path, "run", steps=1)
-    assert report_of(folder, MOST_TOKENS + 1) == f"estr report {folder} makes a page of it"
-    assert not (folder / "report.html").exists()
-    assert report_of(folder, MOST_TOKENS) == str(folder / "report.html")
-    assert (folder / "report.html").is_file()
-    (folder / "summary.json").write_text("[]")
-    assert "summary.json is not the summary of a run; try again" in report_of(folder, 1)
-
-
-def test_what_is_no_run_and_where_nothing_can_be_written_are_errors(tmp_path):
-    done = CliRunner().invoke(cli, ["report", "nothing", "--runs", str(tmp_path)])
-    assert done.exit_code == 2
-    assert "nothing" in done.stderr
-    folder = make_run(tmp_path, "run", steps=1)
-    with pytest.raises(DataError, match="--out"):
-        write_report([folder], tmp_path / "absent" / "page.html", BUDGET)
-
-
-def test_seeds_with_no_step_in_common_have_empty_curves():
-    one = curves_of([{"step": 1, "version": 1, "wall_s": 1.0}], 1)
-    none = curves_of([], 1)
-    assert over_seeds([one, none]).x["step"] == []

@@ -16,8 +16,7 @@ from estr.ledger.parts import write_step
 from estr.report import Budget, write_report
 from estr.types import RolloutId, Segment, Turn
 from ledger_cases import consumption, record, trajectory, write_random_ledger
-from report_cases import finish, highest_score, make_run, save_tokenizer
-from test_report import evil_run
+from report_cases import evil_run, finish, highest_score, make_run, save_tokenizer
 
 CHROMIUM = shutil.which("chromium")
 
