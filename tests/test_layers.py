@@ -104,6 +104,7 @@ EXPORTS: dict[str, str] = {
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
     "estr.replay": "Gradients Replay judge replay_corrections replay_gradients",
+    "estr.report": "Budget Report build_report render write_report",
     "estr.types": "COLUMNS RolloutId Consumption SamplingSettings Segment Trajectory Turn",
     "estr.weights": "FileWeightStore MemoryWeightStore WeightStore",
 }

@@ -23,6 +23,7 @@ from .check import check
 from .evaluate import evaluate
 from .ledger import ledger
 from .replay import replay
+from .report import report
 from .runs import runs
 from .sample import sample
 from .train import train
@@ -34,6 +35,7 @@ COMMANDS: tuple[click.Command, ...] = (
     sample,
     ledger,
     replay,
+    report,
     check,
     runs,
     bench,
