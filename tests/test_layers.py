@@ -14,7 +14,7 @@ import estr
 from estr import errors
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "errors", "options", "config"),
+    ("types", "errors", "options", "config", "recipe_files", "blocking"),
     (
         "logprobs",
         "advantages",
@@ -31,6 +31,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "environment",
         "chat",
         "grading",
+        "killable",
         "math_grading",
         "functions",
         "records",
@@ -65,7 +66,20 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "evaluations",
         "evaluator_process",
     ),
-    ("progress", "loop", "run", "runs", "replay", "report", "lab", "bench", "display", "check"),
+    (
+        "progress",
+        "loop",
+        "run",
+        "runs",
+        "results",
+        "replay",
+        "report",
+        "lab",
+        "bench",
+        "display",
+        "check",
+        "api",
+    ),
     ("cluster", "integrations"),
     ("estr", "cli", "__main__"),
 )
