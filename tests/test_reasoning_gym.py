@@ -131,10 +131,9 @@ def test_a_scorer_can_neither_write_nor_start_anything(tmp_path: Path) -> None:
     """Some let sympy parse the reply, which evaluates it as Python."""
     made = task("puzzle24")
     witness = tmp_path / "witness"
-    for reply in (
-        f"open({str(witness)!r}, 'w').write('24')",
-        f"__import__('os').mkdir({str(witness)!r})",
-    ):
+    writes = f"open({str(witness)!r}, 'w').write('24')"
+    makes = f"__import__('os').mkdir({str(witness)!r})"
+    for reply in (writes, makes):
         assert made.score("train", 0, reply) == 0.0
     assert not witness.exists()
     assert os.listdir(tmp_path) == []
@@ -164,7 +163,7 @@ def test_partial_credit_is_what_a_senseless_reply_does_not_get() -> None:
         ({"dataset": "chess"}, "there is no data set 'chess'; there are .*chain_sum"),
         (
             {"config": {"min_term": 2}},
-            r"unknown key task\.config\.min_term of chain_sum.*min_terms",
+            r"task\.config\.min_term of chain_sum.*min_terms",
         ),
         ({"config": {"min_terms": "two"}}, "min_terms"),
         ({"config": {"min_terms": 5, "max_terms": 2}}, "task.dataset = 'chain_sum'"),
@@ -191,13 +190,8 @@ def test_several_data_sets_may_be_mixed() -> None:
 
 
 def test_too_few_different_questions_are_named() -> None:
-    config = {"min_terms": 1, "max_terms": 1, "min_digits": 1, "max_digits": 1}
-    made = task("gcd", config={"min_value": 1, "max_value": 1, "min_numbers": 2, "max_numbers": 2})
-    found = []
-    for split in ("train", "test"):
-        try:
-            found.append(made.problem(split, 0)["question"])
-        except EnvError as error:
-            assert f"gave no {split} question" in str(error)
-    assert len(found) == 1
-    assert config
+    one = {"min_value": 1, "max_value": 1, "min_numbers": 2, "max_numbers": 2}
+    found = asked("gcd", "problem", config=one, split="train")["question"]
+    assert "1, 1" in found
+    with pytest.raises(EnvError, match="gave no test question"):
+        task("gcd", config=one).problem("test", 0)

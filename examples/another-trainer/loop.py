@@ -12,14 +12,14 @@ import torch
 from estr import corrections, losses
 from estr.advantages import group_advantages
 
-NUM_ARMS, GROUPS, GROUP_SIZE, LAG = 32, 8, 8, 4
+NUM_ARMS, GROUPS, GROUP_SIZE, LAG = 32, 8, 8, 8
 
 
 def train(correction, *, steps, seed=0):
     """(probability of the right arm at the end, share of actions outside the trust region)."""
     generator = torch.Generator().manual_seed(seed)
     logits = torch.zeros(NUM_ARMS, requires_grad=True)
-    optimizer = torch.optim.Adam([logits], lr=0.1)
+    optimizer = torch.optim.Adam([logits], lr=0.3)
     history = deque([logits.detach().clone()] * (LAG + 1), maxlen=LAG + 1)
     dropped = total = 0
     for _ in range(steps):

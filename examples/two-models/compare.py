@@ -21,6 +21,5 @@ for name, result in (("builtin", first), ("trained", second)):
     low, high = result.avg_interval
     print(f"{name:8} {result.avg_at_k:.3f} [{low:.3f}, {high:.3f}] on {result.num_problems}")
 low, high = difference.interval
-print(
-    f"difference {difference.difference:+.3f} [{low:+.3f}, {high:+.3f}], p = {difference.p_value:.4f}"
-)
+print(f"difference {difference.difference:+.3f} [{low:+.3f}, {high:+.3f}]", end=", ")
+print(f"p = {difference.p_value:.4f}")
