@@ -17,7 +17,12 @@ from estr.run import train
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 FOLDERS = sorted(path for path in EXAMPLES.iterdir() if path.is_dir())
+WITH_RECIPE = [path for path in FOLDERS if list(path.glob("*.toml"))]
 SHORT = ["steps=1", "groups_per_step=2", "group_size=2", "eval.every=0", "eval.final_problems=4"]
+
+
+def name(folder: Path) -> str:
+    return folder.name
 
 
 @pytest.fixture
@@ -38,7 +43,7 @@ def script(*words: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name)
+@pytest.mark.parametrize("folder", FOLDERS, ids=name)
 def test_every_example_has_a_readme_that_names_its_files(folder: Path) -> None:
     readme = (folder / "README.md").read_text(encoding="utf-8")
     for file in folder.iterdir():
@@ -51,7 +56,7 @@ def test_every_example_has_a_readme_that_names_its_files(folder: Path) -> None:
 @pytest.mark.parametrize(
     "here",
     [path for path in FOLDERS if list(path.glob("*.toml"))],
-    ids=lambda p: p.name,
+    ids=name,
     indirect=True,
 )
 def test_recipes_of_examples_check_and_train(here: Path) -> None:
@@ -64,9 +69,7 @@ def test_recipes_of_examples_check_and_train(here: Path) -> None:
     assert read_run(recipe.name).folder.is_dir()
 
 
-@pytest.mark.parametrize(
-    "here", [EXAMPLES / "another-trainer"], ids=lambda p: p.name, indirect=True
-)
+@pytest.mark.parametrize("here", [EXAMPLES / "another-trainer"], ids=name, indirect=True)
 def test_the_loop_of_another_trainer_learns(here: Path) -> None:
     lines = script("loop.py", "--steps", "60").splitlines()
     assert [line.split()[0] for line in lines] == ["none", "estr", "icepop"]
@@ -76,7 +79,7 @@ def test_the_loop_of_another_trainer_learns(here: Path) -> None:
         assert float(right[1]) > 0.5  # it began at 1/32
 
 
-@pytest.mark.parametrize("here", [EXAMPLES / "two-models"], ids=lambda p: p.name, indirect=True)
+@pytest.mark.parametrize("here", [EXAMPLES / "two-models"], ids=name, indirect=True)
 def test_two_models_are_compared(here: Path) -> None:
     printed = script("compare.py", "--steps", "1", "--problems", "8")
     assert "1 steps, version 1" in printed
