@@ -8,8 +8,8 @@ Problems are made of names and numbers alone, and made again here for scoring, s
 needs of one is not JSON. Scorers of the package cannot be taken at their word (what was found is
 in docs/reasoning-gym.md), so:
 
-- a reply is worth what it scores beyond what a senseless one scores on the same problem;
-- where a senseless reply scores in full, only the data set's own answer is right;
+- a reply is worth what it scores beyond what a lazy one ("", "0") scores on the same problem;
+- where a lazy reply scores in full, only the data set's own answer is right;
 - some raise where a reply is malformed: it is worth 0, if they can read the data set's own answer;
 - some evaluate the reply as Python: here it is read as a literal only, and while a scorer runs this
   process cannot write files, start programs or open connections.
@@ -25,6 +25,7 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from fractions import Fraction
 from typing import Any
 
 from ..config import read_options
@@ -37,8 +38,8 @@ NUM_TRIES = 64
 """Entries that are tried for one problem of a split."""
 TEST_SEED = 1 << 30
 """Of the entries that testing draws from, whatever the training's seed."""
-SENSELESS = (None, "", "xyzzy")
-"""Replies that deserve nothing."""
+LAZY = (None, "", "xyzzy", "0", "1", "True", "[]")
+"""Replies that need no thought; where one of them is right, its own score says nothing."""
 
 _FORBIDDEN = ("os.", "subprocess.", "shutil.", "socket.", "ctypes.", "pty.", "ftplib.", "smtplib.")
 _HARMLESS = ("os.listdir", "os.scandir", "os.walk", "os.putenv", "os.unsetenv")
@@ -83,7 +84,8 @@ def _dataset(name: str, config: str, seed: int) -> Any:
     if taken:
         raise ConfigError(f"{', '.join(sorted(taken))} are not for task.config: see task.seed")
     read_options(DATASETS[name][1], _specs(options), "task.config", of=name)
-    return create_dataset(name, **_specs(options), seed=seed, size=1 << 31)
+    # Its size is left alone: entries are made from any index, but some check the number.
+    return create_dataset(name, **_specs(options), seed=seed)
 
 
 def _specs(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,13 +99,25 @@ def _specs(options: Mapping[str, Any]) -> dict[str, Any]:
     return {**options, "datasets": named}
 
 
+def _made(name: str, config: str, seed: int, number: int) -> tuple[Any, Any]:
+    """(entry, its data set). Most make one for any number, a few only up to their size: what goes
+    beyond comes from another seed."""
+    dataset = _dataset(name, config, seed)
+    try:
+        return dataset[number], dataset
+    except IndexError:
+        rounds, rest = divmod(number, len(dataset))
+        dataset = _dataset(name, config, seed + rounds * len(dataset))
+        return dataset[rest], dataset
+
+
 @functools.lru_cache(maxsize=4096)
 def _entry(name: str, config: str, split: str, seed: int, index: int) -> tuple[Any, Any]:
     """(the problem of that split, its data set). Questions are dealt to the splits by their text,
     so that none is in both, whatever the seeds."""
-    dataset = _dataset(name, config, TEST_SEED if split == "test" else seed)
+    first_seed = TEST_SEED if split == "test" else seed
     for number in range(index * NUM_TRIES, (index + 1) * NUM_TRIES):
-        entry = dataset[number]
+        entry, dataset = _made(name, config, first_seed, number)
         digest = hashlib.sha256(str(entry["question"]).encode()).digest()
         is_test = int.from_bytes(digest[:4], "big") < TEST_SHARE * 2**32
         if is_test == (split == "test"):
@@ -115,24 +129,34 @@ def _entry(name: str, config: str, split: str, seed: int, index: int) -> tuple[A
 
 def score(dataset: Any, entry: Mapping[str, Any], reply: str) -> float:
     """What the reply deserves, in [0, 1]."""
-    with _guarded(dataset):
+    with _guarded(dataset, entry):
         try:
             found = float(dataset.score_answer(reply, entry))
-        except ValueError:
+        except MemoryError:
+            raise
+        except Exception:  # noqa: BLE001 - data sets raise anything
             # Its own answer raises, too, where the scorer is at fault and not the reply.
             dataset.score_answer(entry["answer"], entry)
             return 0.0
-        floor = max(_floor(dataset, entry, senseless) for senseless in SENSELESS)
+        floor = max(_floor(dataset, entry, lazy) for lazy in LAZY)
     if floor >= 1:
-        return float(_folded(reply) == _folded(str(entry["answer"])))
+        return float(_same(reply, str(entry["answer"])))
     return min(1.0, max(0.0, (found - floor) / (1 - floor)))
 
 
-def _floor(dataset: Any, entry: Mapping[str, Any], senseless: str | None) -> float:
+def _floor(dataset: Any, entry: Mapping[str, Any], lazy: str | None) -> float:
     try:
-        return float(dataset.score_answer(senseless, entry))
+        return float(dataset.score_answer(lazy, entry))
     except Exception:  # noqa: BLE001 - no score is no credit
         return 0.0
+
+
+def _same(reply: str, gold: str) -> bool:
+    """Equal as numbers where both are one, else as texts, case and spaces aside."""
+    try:
+        return Fraction(reply.strip()) == Fraction(gold.strip())
+    except (ValueError, ZeroDivisionError):
+        return _folded(reply) == _folded(gold)
 
 
 def _folded(text: str) -> str:
@@ -140,11 +164,17 @@ def _folded(text: str) -> str:
 
 
 @contextlib.contextmanager
-def _guarded(dataset: Any) -> Iterator[None]:
-    """While a scorer runs: `eval` in its module reads literals, and the guard is up."""
+def _guarded(dataset: Any, entry: Mapping[str, Any]) -> Iterator[None]:
+    """While a scorer runs: `eval` in its module computes what stands in the problem itself, and
+    reads literals otherwise; and the guard is up."""
     global _scoring
+    own = {text for text in entry["metadata"].values() if isinstance(text, str)}
+
+    def read(text: str) -> Any:
+        return eval(text, {"__builtins__": {}}) if text in own else ast.literal_eval(text)
+
     module = vars(sys.modules[type(dataset).__module__])
-    module["eval"] = ast.literal_eval
+    module["eval"] = read
     _scoring = True
     try:
         yield
