@@ -121,7 +121,7 @@ async def test_inside_a_running_loop_it_is_the_same(tmp_path: Path) -> None:
     result = estr.train(recipe, runs=tmp_path)
     assert (result.steps, result.folder) == (1, tmp_path / "short")
     with pytest.raises(ConfigError, match="is finished: 1 of 1 steps are made"):
-        estr.resume(result)
+        estr.resume_run(result)
     found = estr.evaluate("builtin", task="calculator", problems=2)
     assert found.num_rollouts == 2
 
@@ -164,7 +164,7 @@ def test_a_run_that_is_not_finished_has_no_result(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"neither nowhere nor .* is a run folder"):
         estr.read_run("nowhere", runs=tmp_path)
     with pytest.raises(DataError, match=r"neither nowhere nor .* is a run folder"):
-        estr.resume("nowhere", runs=tmp_path)
+        estr.resume_run("nowhere", runs=tmp_path)
     (run.path / "summary.json").write_text('{"steps": 3}')
     (run.path / "metrics.jsonl").write_text("")
     with pytest.raises(DataError, match="is not the summary of a run"):

@@ -220,13 +220,12 @@ def test_check_colors_what_is_written_and_so_trained_on(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
-    read, written = "\x1b[2m", "\x1b[1;32m"
     lines = run("check", "--set", f"model={model}").stdout.split("\n")
-    shown = [line for line in lines if "read  |" in line or "wrote |" in line]
-    assert len(shown) >= 3 * 4
-    for line in shown:
-        color = read if "read  |" in line else written
-        assert line.partition("|")[2].lstrip("\x1b[0m ").startswith(color.lstrip("\x1b["))
+    colors = {"  read  | ": "\x1b[2m", "  wrote | ": "\x1b[1;32m"}
+    shown = [(kind, line) for line in lines for kind in colors if kind in line]
+    assert len(shown) == 3 * 8  # three problems, four turns each
+    for kind, line in shown:
+        assert f"{kind}\x1b[0m{colors[kind]}" in line
 
 
 def test_check_names_every_error_of_a_file_checks_149_and_156(tmp_path: Path) -> None:

@@ -69,6 +69,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     (
         "progress",
         "loop",
+        "resume",
         "run",
         "runs",
         "results",

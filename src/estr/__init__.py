@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import conformance, corrections, losses
-    from .api import export, resume, train
+    from .api import export, resume_run, train
     from .config import Recipe, load_recipe
     from .evaluation import compare_models as compare
     from .evaluation import evaluate_model as evaluate
@@ -42,7 +42,7 @@ __all__ = [
     "load_recipe",
     "losses",
     "read_run",
-    "resume",
+    "resume_run",
     "train",
 ]
 
@@ -56,7 +56,7 @@ _HOMES = {
     "export": ("api", "export"),
     "load_recipe": ("config", "load_recipe"),
     "read_run": ("results", "read_run"),
-    "resume": ("api", "resume"),
+    "resume_run": ("api", "resume_run"),
     "train": ("api", "train"),
 }
 _MODULES = ("conformance", "corrections", "losses")

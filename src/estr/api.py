@@ -60,7 +60,7 @@ def train(
     return read_run(folder / summary.name)
 
 
-def resume(
+def resume_run(
     run: str | os.PathLike[str],
     *,
     overrides: Sequence[str] = (),
