@@ -24,7 +24,7 @@ _ABOUT_A_ROW = ("step", "version", "wall_s", "time")
 
 
 @dataclass(frozen=True, slots=True)
-class Accuracy:
+class HeldOut:
     """One held-out evaluation of a run.
 
     step, version: optimizer steps made by then, and the version of the weights. accuracy: share of
@@ -50,9 +50,9 @@ class TrainResult:
 
     folder: Path
     summary: Summary
-    before: Accuracy | None
-    after: Accuracy | None
-    best: Accuracy | None
+    before: HeldOut | None
+    after: HeldOut | None
+    best: HeldOut | None
     metrics: Mapping[str, float]
 
     @property
@@ -112,8 +112,8 @@ def read_run(source: str | os.PathLike[str], *, runs: Path = Path("runs")) -> Tr
     )
 
 
-def _accuracy(row: Mapping[str, Any]) -> Accuracy:
-    return Accuracy(
+def _accuracy(row: Mapping[str, Any]) -> HeldOut:
+    return HeldOut(
         step=int(row["step"]),
         version=int(row["version"]),
         accuracy=float(row["eval/accuracy"]),
