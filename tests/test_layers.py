@@ -96,6 +96,7 @@ FORBIDDEN: dict[int, frozenset[str]] = {
 
 EXPORTS: dict[str, str] = {
     "estr.advantages": "group_advantages is_zero_variance",
+    "estr.api": "train resume_run export read_recipe",
     "estr.batch": "Batch make_batches scatter_back",
     "estr.config": "Recipe load_recipe recipe_from_table correction_options read_options",
     "estr.corrections": "TokenColumns Verdict Correction CORRECTIONS build_correction",
@@ -105,6 +106,7 @@ EXPORTS: dict[str, str] = {
     "estr.ledger": "LedgerWriter find_parts missing_parts open_ledger parts_up_to supersede_after",
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
+    "estr.results": "TrainResult HeldOut read_run",
     "estr.types": "COLUMNS RolloutId Consumption SamplingSettings Segment Trajectory Turn",
     "estr.weights": "FileWeightStore MemoryWeightStore WeightStore",
 }

@@ -51,8 +51,8 @@ class ReasoningGymOptions:
     """Options of that data set."""
     credit: Literal["full", "partial"] = "full"
     """full: outcome 1 for a right answer, else 0. partial: what the data set's scorer gives beyond
-    what a senseless answer gets; only 1 counts as solved."""
-    problem_timeout_s: float = 60.0
+    what a lazy answer gets; only 1 counts as solved."""
+    problem_timeout_s: float = 30.0
     """Time that making one problem may take, seconds."""
     score_timeout_s: float = 10.0
     """Time that scoring one answer may take, seconds; longer: grader_error, not wrong."""
