@@ -49,6 +49,7 @@ def play(line: str) -> None:
     assert result.exit_code == 0, result.output
 
 
+@pytest.mark.timeout(900)  # two short runs and three other programs, on whatever else runs there
 def test_the_tutorial_can_be_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     played = set()
