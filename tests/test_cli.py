@@ -33,7 +33,18 @@ from estr.run_folder import RunFolder
 from estr.subject import stamp_version
 from ledger_cases import write_random_ledger
 
-COMMANDS = ["train", "eval", "sample", "export", "ledger", "check", "runs", "bench", "warmstart"]
+COMMANDS = [
+    "train",
+    "eval",
+    "sample",
+    "export",
+    "ledger",
+    "report",
+    "check",
+    "runs",
+    "bench",
+    "warmstart",
+]
 
 
 def run(*arguments: object) -> Result:

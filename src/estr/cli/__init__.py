@@ -23,6 +23,7 @@ from .check import check
 from .evaluate import evaluate
 from .export import export
 from .ledger import ledger
+from .report import report
 from .runs import runs
 from .sample import sample
 from .train import train
@@ -34,6 +35,7 @@ COMMANDS: tuple[click.Command, ...] = (
     sample,
     export,
     ledger,
+    report,
     check,
     runs,
     bench,
