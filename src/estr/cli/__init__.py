@@ -21,6 +21,7 @@ from ..errors import ConfigError, EstrError, Interrupted
 from .bench import bench
 from .check import check
 from .evaluate import evaluate
+from .export import export
 from .ledger import ledger
 from .replay import replay
 from .report import report
@@ -33,6 +34,7 @@ COMMANDS: tuple[click.Command, ...] = (
     train,
     evaluate,
     sample,
+    export,
     ledger,
     replay,
     report,
