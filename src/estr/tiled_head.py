@@ -24,7 +24,7 @@ from torch import Tensor
 LOG_ZERO = -200.0
 """exp of it is 0 in float32, so a column of probability zero adds 0 * -200 and not 0 * -inf."""
 
-_CPU_COLUMNS, _CPU_ELEMENTS = 1024, 2**19
+_CPU_COLUMNS, _CPU_ELEMENTS = 1024, 2**20
 _ELEMENTS = 2**25
 
 
