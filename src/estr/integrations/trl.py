@@ -41,6 +41,7 @@ _REFUSED: dict[str, tuple[Any, str]] = {
     "top_k": (0, "entropies speak of the whole distribution"),
     "min_p": (None, "entropies speak of the whole distribution"),
     "repetition_penalty": (1.0, "entropies speak of the distribution before it"),
+    "generation_kwargs": (None, "it could change the distribution that is drawn from"),
 }
 """Options of GRPOConfig -> the one value that this loss stands for, and why."""
 
@@ -63,8 +64,12 @@ def grpo_trainer() -> type:
             **kwargs: Any,
         ) -> None:
             self.correction = _correction(correction)
+            settings = kwargs.get("args", args[2] if len(args) > 2 else None)
+            if settings is not None:  # before a model is loaded
+                _check(settings)
             super().__init__(*args, **kwargs)
-            _check(self.args)
+            if self.aux_loss_enabled:
+                raise ConfigError("router_aux_loss_coef must be 0: this loss has no such term")
 
         def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
             output: dict[str, Any] = super()._generate_and_score_completions(inputs)
