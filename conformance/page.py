@@ -43,6 +43,9 @@ def render(results: dict[str, Any], differences: dict[tuple[str, str], str]) -> 
     for name, package in results["packages"].items():
         parts.append(f"## {name} {package.get('version', package['requirement'])}")
         parts.append(NOTES[name])
+        if package["adapter"]:
+            tests = package["adapter"]["tests"]
+            parts.append(f"Tests of `estr.integrations.{name}` in this environment: {tests}.")
         if "error" in package:
             parts.append(f"Could not be run: `{package['error']}`")
             continue
