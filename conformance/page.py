@@ -38,6 +38,15 @@ NOTES = {
 }
 
 
+HOOK = "the function that [hooks.md](hooks.md) gives for it"
+TESTED = {
+    "verl": "`estr.integrations.verl`",
+    "trl": "`estr.integrations.trl`",
+    "openrlhf": HOOK,
+    "areal": HOOK,
+}
+
+
 def render(results: dict[str, Any], differences: dict[tuple[str, str], str]) -> str:
     parts = [INTRODUCTION, f"torch {results['torch']}."]
     for name, package in results["packages"].items():
@@ -45,7 +54,7 @@ def render(results: dict[str, Any], differences: dict[tuple[str, str], str]) -> 
         parts.append(NOTES[name])
         if package["adapter"]:
             tests = package["adapter"]["tests"]
-            parts.append(f"Tests of `estr.integrations.{name}` in this environment: {tests}.")
+            parts.append(f"Tests of {TESTED[name]} in this environment: {tests}.")
         if "error" in package:
             parts.append(f"Could not be run: `{package['error']}`")
             continue
