@@ -83,7 +83,7 @@ def run_peer(name: str, cases: Path, folder: Path) -> dict[str, Any]:
 
 
 def run_adapter(name: str) -> dict[str, Any] | None:
-    """The outcome of the tests of our adapter, or hook, in that package; None where there are none."""
+    """The outcome of the tests of our adapter or hook in that package, None without any."""
     tests = HERE / "adapters" / f"test_{name}.py"
     if not tests.exists():
         return None
