@@ -16,6 +16,7 @@ from estr import errors
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "errors", "options", "config", "recipe_files", "blocking"),
     (
+        "tiled_head",
         "logprobs",
         "advantages",
         "corrections",
