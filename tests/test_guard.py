@@ -534,7 +534,8 @@ class Listener(SilentReporter):
 def test_a_fault_in_a_run_is_caught_before_it_is_trained(tmp_path: Path, kind: type[Fault]) -> None:
     fault, listener = kind(), Listener()
     outcome = play(tmp_path, recipe_of(0, 10), fault, reporter=listener)
-    assert outcome.first_hit is not None and outcome.caught is not None
+    assert outcome.first_hit is not None
+    assert outcome.caught is not None
     assert outcome.first_hit <= outcome.caught < outcome.first_hit + 3
     assert (outcome.check, outcome.kind) in fault.expected
     told = [m for m in listener.messages if f"{outcome.check}, {outcome.kind}" in m]
