@@ -24,7 +24,7 @@ from ..metrics import Metrics
 from ..types import Finding, Segment, Trajectory
 from ..weights import WeightStore
 from ..worker import CpuBudget
-from .diagnosis import diagnose, examine
+from .diagnosis import Gaps, diagnose, examine
 from .records import Surprise, Trained, check_advantages, check_alignment, check_labels
 from .rescore import (
     MAX_NOISE,
@@ -36,6 +36,7 @@ from .rescore import (
     logit_noise,
     pick,
     score_unit,
+    widen,
 )
 
 if TYPE_CHECKING:
@@ -138,17 +139,28 @@ class Guard:
         metrics.add_sum("guard_rescored_tokens", len(unit.places))
         metrics.add_max("guard_gap", gaps.worst)
         if gaps.any:
-            finding = diagnose(
-                unit,
-                scores,
-                gaps,
-                self._tolerance,
-                self._score,
-                retained=self._retained(),
-                foreign_weights=bool(self._bad_canaries & set(unit.versions.tolist())),
-            )
-            found.append(finding)
+            found.append(self._name(unit, scores, gaps, self._tolerance))
         return found
+
+    def _name(self, unit: Unit, scores: Scores, gaps: Gaps, tolerance: Tolerance) -> Finding:
+        """What is wrong with a unit that differs, on the evidence of its whole segment, where that
+        differs too."""
+        retained = self._retained()
+        whole, all_scores = score_unit(
+            widen(unit, kv=self._recipe.kv, retained=retained), self._score
+        )
+        all_gaps = examine(whole, all_scores, tolerance)
+        if all_gaps.any:
+            unit, scores, gaps = whole, all_scores, all_gaps
+        return diagnose(
+            unit,
+            scores,
+            gaps,
+            tolerance,
+            self._score,
+            retained=retained,
+            foreign_weights=bool(self._bad_canaries & set(unit.versions.tolist())),
+        )
 
     def _calibrate(self, trajectories: Sequence[Trajectory]) -> list[Finding]:
         """The usual noise of a low-precision sampler, from the first batch."""

@@ -190,6 +190,8 @@ class _Case:
         span = max(retained, default=0) - min(retained, default=0)
         for lag in (sign * size for size in range(1, span + 1) for sign in (-1, 1)):
             known = np.isin(versions + lag, list(retained))
+            if (self.wrong & known).sum() * 2 <= self.wrong.sum():
+                continue  # too few of them can be judged
             if not self._agree(self._under(lag, self.unit.temperature), self.wrong & known):
                 continue
             if not (self.wrong & ~beside).any():

@@ -231,7 +231,7 @@ def score_unit(unit: Unit, score: Score) -> tuple[Unit, Scores]:
 def pick(
     trajectories: Sequence[Trajectory], number: int, *, kv: KVPolicy, retained: Sequence[int]
 ) -> Unit | None:
-    """The tokens to be scored again, for the time number `number`: of three times once those on
+    """The tokens to be scored again, for the time number `number`: of three times twice those on
     both sides of a switch of weights, if there is one, else those of the next trajectory in turn,
     of one version. None: nothing can be."""
     units = [(t, s) for t in trajectories for s in range(len(t.segments))]
@@ -240,7 +240,7 @@ def pick(
         return None
     start = number * 7919 % len(units)
     order = units[start:] + units[:start]
-    if number % 3 == 0:
+    if number % 3 < 2:
         switched = next(((t, s) for t, s in order if _num_versions(t.segments[s]) > 1), None)
         order = [switched, *order] if switched is not None else order
     for trajectory, index in order[:4]:
@@ -261,17 +261,26 @@ def unit_of(
     """The tokens of one segment that can be scored again, of one version or of two that meet (see
     `pick`)."""
     segment = trajectory.segments[index]
-    places = np.flatnonzero(segment.sampled[:MAX_TOKENS])
-    places = places[places > 0]
-    if kv == "keep" and len(places):  # what follows a switch is of a hybrid
-        places = places[segment.versions[places] == segment.versions[places[0]]]
-    places = places[np.isin(segment.versions[places], list(retained))]
+    places = _scorable(segment, kv, retained)
     if not len(places):
         return None
     versions = np.unique(segment.versions[places])
-    wanted = 2 if number % 3 == 0 else 1
+    wanted = 2 if number % 3 < 2 else 1
     first = number // 3 % max(1, len(versions) - wanted + 1)
     places = places[np.isin(segment.versions[places], versions[first : first + wanted])]
     turns = tuple(turn for turn in trajectory.turns if turn.segment == index)
     name = f"{trajectory.id}, segment {index}"
     return Unit(name, segment, places, trajectory.sampling.temperature, turns)
+
+
+def widen(unit: Unit, *, kv: KVPolicy, retained: Sequence[int]) -> Unit:
+    """The unit with every token of its segment that can be scored again, of all versions."""
+    return replace(unit, places=_scorable(unit.segment, kv, retained))
+
+
+def _scorable(segment: Segment, kv: KVPolicy, retained: Sequence[int]) -> IntArray:
+    places = np.flatnonzero(segment.sampled[:MAX_TOKENS])
+    places = places[places > 0]
+    if kv == "keep" and len(places):  # what follows a switch is of a hybrid
+        places = places[segment.versions[places] == segment.versions[places[0]]]
+    return places[np.isin(segment.versions[places], list(retained))]
