@@ -21,6 +21,7 @@ from ..errors import ConfigError, EstrError, Interrupted
 from .bench import bench
 from .check import check
 from .evaluate import evaluate
+from .lab import lab
 from .ledger import ledger
 from .runs import runs
 from .sample import sample
@@ -35,6 +36,7 @@ COMMANDS: tuple[click.Command, ...] = (
     check,
     runs,
     bench,
+    lab,
     warmstart,
 )
 
