@@ -31,7 +31,7 @@ class Regime:
 
 
 REGIMES: dict[str, Regime] = {
-    "light": Regime("light mismatch: bf16 sampler, no lag", "bfloat16", {}),
+    "light": Regime("light mismatch: int8 sampler, no lag", "int8", {}),
     "M": Regime("heavy mismatch: int3 sampler, no lag", "int3", {}),
     "D": Regime("drift: bf16 sampler, inter 15", "bfloat16", {"inter": 15}),
     "MD": Regime("both: int3 sampler, inter 15 + intra 9", "int3", {"inter": 15, "intra": 9}),

@@ -23,7 +23,7 @@ import torch
 
 from ..chat import Codec
 from ..engines.sampler import draw, stream_name, uniforms
-from ..environment import Action, Environment, Reply, Task
+from ..environment import Action, Environment, Prompt, Reply, Task
 from ..errors import EnvError
 from ..types import FinishReason, RolloutId, SamplingSettings, Segment, Status, Trajectory, Turn
 from .arithmetic import Arithmetic, activation_dtype
@@ -151,7 +151,7 @@ class _Rows:
         self._stops = np.array(play.sampling.stop_token_ids)
         self._environments: list[Environment] = [play.task.make(play.split, p) for p in problems]
         for row, environment in enumerate(self._environments):
-            self._append(row, play.codec.encode_prompt(_now(environment.start())))
+            self._append(row, self._read(_now(environment.start())))
 
     def active(self) -> IntArray:
         """The rollouts that go on."""
@@ -186,12 +186,15 @@ class _Rows:
             self._replies[row] = reply
             self._status[row] = "ok" if reason == "stop" else "truncated"
             return
-        if not isinstance(reply.observation, str):
-            raise EnvError("the laboratory's rollouts read plain text, not chat messages")
-        self._append(row, self._encode(reply.observation))
+        self._append(row, self._read(reply.observation))
         no_room = self.length[row] >= self._play.sampling.max_tokens
         if no_room or self.num_turns[row] >= self._play.task.max_turns:
             self._status[row] = "truncated"
+
+    def _read(self, text: Prompt) -> list[int]:
+        if not isinstance(text, str):
+            raise EnvError("the laboratory's rollouts read plain text, not chat messages")
+        return self._encode(text)
 
     def _append(self, row: int, ids: Sequence[int]) -> None:
         begin = int(self.length[row])

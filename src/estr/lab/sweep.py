@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ast
 import asyncio
-import contextlib
 import functools
 import hashlib
 import json
@@ -58,6 +57,21 @@ CODE = (
 """What the figures of a run come from, under the package's folder; the module of the job's own
 function comes on top."""
 
+MORE_CODE = {
+    "estr.lab.natural": (
+        "buffer.py",
+        "engines",
+        "evaluation.py",
+        "groups.py",
+        "loop.py",
+        "members.py",
+        "rollout.py",
+        "run.py",
+        "trainer_process.py",
+    )
+}
+"""What else stands behind the functions of a module."""
+
 TIMEOUT_S = 3 * 3600.0
 """A single job that takes longer has hung."""
 
@@ -85,7 +99,7 @@ def code_digest(module: str) -> str:
     root = Path(__file__).parents[1]
     files = [
         file
-        for name in CODE
+        for name in (*CODE, *MORE_CODE.get(module, ()))
         for file in ([root / name] if "." in name else sorted((root / name).iterdir()))
         if file.is_file()
     ]
@@ -168,7 +182,10 @@ class Sweep:
     async def _serve(self, number: int, queue: list[Job], failures: list[tuple[Job, str]]) -> None:
         """One process, job after job; a new one where it died."""
         while queue:
-            worker = await Worker.start(f"lab {number}", "estr.lab.sweep:Host", {}, threads=1)
+            # As nice as this process is, also where Linux weighs whole sessions (autogroup).
+            worker = await Worker.start(
+                f"lab {number}", "estr.lab.sweep:Host", {}, threads=1, nice=os.nice(0)
+            )
             try:
                 while queue:
                     job = queue.pop()
@@ -203,8 +220,4 @@ class Host:
 
     def run(self, function: str, config: dict[str, Any]) -> list[Row]:
         found: Callable[[dict[str, Any]], list[Row]] = import_object(function, "function")
-        with contextlib.suppress(ImportError):
-            import torch
-
-            torch.manual_seed(0)
         return found(config)

@@ -12,6 +12,7 @@ from ..lab import Claim, Lab, Report
 from ..methods import METHODS, REFERENCE, SYNC, Regime
 from ..protocol import SYNC_CELL, Choice, cell_jobs
 from ..statistics import Judgement, Paired, answer, compare_seeds, judge
+from ..sweep import Job
 from ..table import by_seed, last_values
 
 TITLE = "intra 1, 5, 7, 9 and inter 1, 5, 15, 20, 30"
@@ -21,6 +22,11 @@ INTER = (1, 5, 15, 20, 30)
 SWITCHES = ("even", "random", "turns")
 COMPARED = ("estr", "none", "icepop", "dppo")
 LEARNING_RATE = 5e-4
+
+NATURAL = (4, 16)
+"""max_staleness of real asynchronous runs; their lag is whatever the machine makes of it."""
+NATURAL_METHODS = ("estr", "none")
+NATURAL_SEEDS = 3
 
 
 def grid(quick: bool) -> dict[str, Regime]:
@@ -53,6 +59,8 @@ def run(lab: Lab) -> Report:
             )
         ]
     )
+    if not lab.quick:
+        rows += lab.run(natural_jobs(lab))
     accuracy = by_seed(last_values(rows, "accuracy", "regime", "method", "seed"))
     collapsed = by_seed(last_values(rows, "collapsed", "regime", "method", "seed"))
     panels: dict[str, dict[str, list[float]]] = {}
@@ -66,8 +74,37 @@ def run(lab: Lab) -> Report:
     )
 
 
+def natural_jobs(lab: Lab) -> list[Job]:
+    """The same batches by `estr.train`, engine and trainer at their own speeds."""
+    return [
+        Job(
+            {"regime": f"natural {bound}", "method": method, "seed": seed, "lr": LEARNING_RATE},
+            {
+                "task": {"name": "calculator"},
+                "correction": list(METHODS[method].default[1]),
+                "seed": seed,
+                "steps": lab.base()["steps"],
+                "groups_per_step": 8,
+                "group_size": 8,
+                "max_staleness": bound,
+                "engine": {"dtype": "bfloat16"},
+                "trainer": {"lr": LEARNING_RATE, "warmup_steps": 20, "schedule": "constant"},
+                "eval": {"every": 0},
+            },
+            function="estr.lab.natural:train_naturally",
+        )
+        for bound in NATURAL
+        for method in NATURAL_METHODS
+        for seed in lab.judge_seeds[:NATURAL_SEEDS]
+    ]
+
+
 def claims(accuracy: Mapping[Any, Any], collapsed: Mapping[Any, Any]) -> list[Claim]:
-    own = {regime: runs for (regime, method), runs in collapsed.items() if method == "estr"}
+    own = {
+        regime: runs
+        for (regime, method), runs in collapsed.items()
+        if method == "estr" and not _is_natural(regime)
+    }
     total = sum(len(runs) for runs in own.values())
     count = int(sum(sum(runs.values()) for runs in own.values()))
     against = _against_sync(accuracy, "estr")
@@ -101,8 +138,12 @@ def _against_sync(accuracy: Mapping[Any, Any], method: str) -> dict[str, Paired 
     return {
         regime: compare_seeds(values, reference)
         for (regime, its), values in accuracy.items()
-        if its == method and regime != REFERENCE
+        if its == method and regime != REFERENCE and not _is_natural(regime)
     }
+
+
+def _is_natural(regime: str) -> bool:
+    return regime.startswith("natural")
 
 
 def lines(accuracy: Mapping[Any, Any], collapsed: Mapping[Any, Any]) -> list[dict[str, str]]:
