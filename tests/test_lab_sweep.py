@@ -17,6 +17,7 @@ from estr.errors import DataError, WorkerError
 from estr.lab.experiments import EXPERIMENTS, find_experiment
 from estr.lab.lab import Claim, Lab, Report, write_report
 from estr.lab.methods import ALL_METHODS, JUDGE_SEEDS, METHODS, REGIMES, TUNE_SEEDS
+from estr.lab.natural import rows_of_run
 from estr.lab.protocol import SYNC_CELL, standings, tune
 from estr.lab.statistics import answer, compare_seeds, holm, judge
 from estr.lab.sweep import Job, Sweep, code_digest
@@ -205,6 +206,30 @@ def test_judgements_are_by_the_margin():
 )
 def test_one_answer_from_the_regimes(found, expected):
     assert answer(found) == expected
+
+
+# Natural lag
+
+
+def test_a_real_run_gives_rows_of_the_same_names(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "version": 1, "wall_s": 0.5, "rho_mask": 0.25, "eligible_tokens": 40.0}\n'
+    )
+    summary = {"start_accuracy": 0.4, "final_accuracy": 0.1, "steps": 1}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert rows_of_run(tmp_path) == [
+        {"measure": "rho_mask", "step": 1, "value": 0.25},
+        {"measure": "eligible_tokens", "step": 1, "value": 40.0},
+        {"measure": "accuracy", "step": 0, "value": 0.4},
+        {"measure": "accuracy_start", "step": 1, "value": 0.4},
+        {"measure": "accuracy_end", "step": 1, "value": 0.1},
+        {"measure": "accuracy", "step": 1, "value": 0.1},
+        {"measure": "collapsed", "step": 1, "value": 1.0},
+    ]
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "final_accuracy": None}))
+    with pytest.raises(DataError, match="held-out accuracy"):
+        rows_of_run(tmp_path)
 
 
 # Protocol and experiments
