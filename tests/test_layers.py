@@ -14,8 +14,9 @@ import estr
 from estr import errors
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "errors", "options", "config"),
+    ("types", "errors", "options", "config", "recipe_files", "blocking"),
     (
+        "tiled_head",
         "logprobs",
         "advantages",
         "corrections",
@@ -31,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "environment",
         "chat",
         "grading",
+        "killable",
         "math_grading",
         "functions",
         "records",
@@ -71,12 +73,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "resume",
         "run",
         "runs",
+        "results",
         "replay",
         "report",
         "lab",
         "bench",
         "display",
         "check",
+        "api",
     ),
     ("cluster", "integrations"),
     ("estr", "cli", "__main__"),
@@ -93,15 +97,20 @@ FORBIDDEN: dict[int, frozenset[str]] = {
 
 EXPORTS: dict[str, str] = {
     "estr.advantages": "group_advantages is_zero_variance",
+    "estr.api": "train resume_run export read_recipe",
     "estr.batch": "Batch make_batches scatter_back",
     "estr.config": "Recipe load_recipe recipe_from_table correction_options read_options",
     "estr.corrections": "TokenColumns Verdict Correction CORRECTIONS build_correction",
     "estr.diagnostics": "token_diagnostics trajectory_diagnostics",
     "estr.engine": "Engine Request ScriptedEngine",
     "estr.environment": "Action Environment Reply ScriptedEnvironment Task",
-    "estr.ledger": "LedgerWriter find_parts missing_parts open_ledger parts_up_to supersede_after",
+    "estr.ledger": "LedgerWriter find_parts missing_parts open_ledger parts_up_to read_step "
+    "supersede_after",
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
+    "estr.replay": "Gradients Replay judge replay_corrections replay_gradients",
+    "estr.report": "Budget Report build_report render write_report",
+    "estr.results": "TrainResult HeldOut read_run",
     "estr.types": "COLUMNS RolloutId Consumption SamplingSettings Segment Trajectory Turn",
     "estr.weights": "FileWeightStore MemoryWeightStore WeightStore",
 }

@@ -378,7 +378,13 @@ class Loop:
     def _evaluated(self, version: int, result: EvalResult) -> None:
         self._account_time()
         accuracy = float(result.avg_at_k)
-        row = {"eval/accuracy": accuracy, "eval/problems": float(result.num_problems)}
+        low, high = result.avg_interval
+        row = {
+            "eval/accuracy": accuracy,
+            "eval/accuracy_low": float(low),
+            "eval/accuracy_high": float(high),
+            "eval/problems": float(result.num_problems),
+        }
         self.writer.write(step=self.step, version=version, wall_s=self.wall_s, values=row)
         self.reporter.evaluated(version, accuracy, result.num_problems)
 

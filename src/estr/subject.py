@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -52,7 +53,7 @@ class Subject:
 
 
 def find_subject(
-    source: str | Path,
+    source: str | os.PathLike[str],
     *,
     task: str | None = None,
     overrides: Sequence[str] = (),
@@ -66,6 +67,7 @@ def find_subject(
     along; they stand above the recipe and below the overrides. Raises ConfigError, or DataError
     naming what was looked for.
     """
+    source = os.fspath(source)
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
     own_task = load_recipe(recipe_file).task["name"]
@@ -85,7 +87,7 @@ def find_subject(
         return Subject(folder, recipe, run, version)
     if run is not None:
         return Subject(model_folder(recipe), recipe, run, 0)
-    recipe = dataclasses.replace(recipe, model=str(source))
+    recipe = dataclasses.replace(recipe, model=source)
     try:
         folder = model_folder(recipe)
     except DataError as error:
@@ -116,9 +118,9 @@ def model_folder(recipe: Recipe, tell: Callable[[str], None] = lambda line: None
     )
 
 
-def find_run(source: str | Path, runs: Path) -> RunFolder | None:
+def find_run(source: str | os.PathLike[str], runs: Path) -> RunFolder | None:
     """The run folder at that path, or of that name under `runs`; None if there is none."""
-    for path in (Path(source), runs / source):
+    for path in (Path(source), runs / Path(source)):
         if (path / "config.toml").is_file():
             return RunFolder.open(path)
     return None

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .batch import Batch, make_batches, scatter_back
+from .batch import Batch, make_batches, scatter_back, token_places
 from .buffer import StepResult, TrainingGroup
 from .corrections import build_correction, for_step
 from .corrections.base import WHOLE_STEP, Correction, TokenColumns, concatenate
@@ -160,7 +160,7 @@ class Trainer:
         if "proximal_logprobs" not in needs or (len(cut) == 1 and WHOLE_STEP not in needs):
             return [[None] * len(batches) for batches in cut]
         with torch.no_grad():
-            return [[self._score(batch)[0].detach() for batch in batches] for batches in cut]
+            return [[self.score(batch)[0].detach() for batch in batches] for batches in cut]
 
     def _step(
         self,
@@ -223,19 +223,16 @@ class Trainer:
     ) -> tuple[Tensor, PolicyLoss]:
         """Forward and backward of one micro-batch; returns the policy log-probs of its eligible
         tokens and its part of the loss."""
-        policy, entropies = self._score(batch)
+        policy, entropies = self.score(batch)
         columns = token_columns(batch, policy, proximal)
-        denominators = batch.denominators
-        if isinstance(denominators, torch.Tensor):
-            denominators = denominators.expand_as(batch.loss_mask)[batch.loss_mask]
-        result = policy_loss(columns, correction, denominators=denominators)
+        result = policy_loss(columns, correction, denominators=batch.token_denominators())
         torch.autograd.backward([result.loss])
         metrics.merge(
             token_diagnostics(columns, result, policy_entropies=entropies, target_version=target)
         )
         return policy.detach(), result
 
-    def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def score(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """(log-probs with gradient, entropies) of the eligible tokens, flat and in row order."""
         autocast = torch.autocast(
             torch.device(self.options.device).type,
@@ -293,11 +290,12 @@ def consumptions_of(
     """What a step made of each trajectory. parts[b]: (policy log-probs, loss) of batches[b]'s
     eligible tokens; proximal[b]: their proximal log-probs, None for all where no pass was made."""
     trajectories = [t for g in groups for t in g.trajectories]
+    places = token_places(batches, trajectories)
 
     def columns(tensors: Sequence[Tensor], nothing: Any) -> Sequence[Any]:
         if not tensors:  # nothing to learn: there are no batches
             return [np.full(t.num_tokens, nothing) for t in trajectories]
-        return scatter_back(batches, tensors, trajectories)
+        return scatter_back(batches, tensors, trajectories, places=places)
 
     passes = [tensor for tensor in proximal if tensor is not None]
     return tuple(

@@ -21,8 +21,11 @@ from ..errors import ConfigError, EstrError, Interrupted
 from .bench import bench
 from .check import check
 from .evaluate import evaluate
+from .export import export
 from .lab import lab
 from .ledger import ledger
+from .replay import replay
+from .report import report
 from .runs import runs
 from .sample import sample
 from .train import train
@@ -32,7 +35,10 @@ COMMANDS: tuple[click.Command, ...] = (
     train,
     evaluate,
     sample,
+    export,
     ledger,
+    replay,
+    report,
     check,
     runs,
     bench,
