@@ -133,7 +133,11 @@ def save_trainer(trainer: Trainer, folder: Path) -> None:
         for key, value in trainer.optimizer.state[parameter].items():
             moments[f"{key}.{name}"] = value.detach().cpu().contiguous()
     _write_synced(folder / "optimizer.safetensors", save(moments))
-    counters = {"step": trainer.step, "version": trainer.version}
+    counters = {
+        "step": trainer.step,
+        "version": trainer.version,
+        "initial_digest": trainer.initial_digest,
+    }
     _write_synced(folder / "trainer.json", json.dumps(counters).encode())
 
 
@@ -150,6 +154,12 @@ def restore_trainer(trainer: Trainer, folder: Path) -> None:
     if foreign:
         raise CheckpointError(
             f"checkpoint {folder} is of another model: {', '.join(sorted(foreign)[:4])} differ"
+        )
+    started_from = counters.get("initial_digest")
+    if trainer.initial_digest and started_from and trainer.initial_digest != started_from:
+        raise CheckpointError(
+            f"the model of the recipe is not the one that checkpoint {folder} started from, which "
+            "its reference and its adapters stand on; put that model back"
         )
     trainer.load_master_state(weights)
     for name, parameter in trainer.parameters.items():

@@ -26,6 +26,8 @@ from .options.run import (
     CheckpointOptions,
     EngineOptions,
     EvalOptions,
+    KlOptions,
+    LoraOptions,
     LossOptions,
     RolloutOptions,
     SamplingOptions,
@@ -77,7 +79,9 @@ class Recipe:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     loss: LossOptions = field(default_factory=LossOptions)
+    kl: KlOptions = field(default_factory=KlOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
