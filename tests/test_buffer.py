@@ -125,13 +125,14 @@ def test_the_advantage_is_the_one_asked_for(kind: Any, advantages: tuple[float, 
     assert group.advantages == pytest.approx(advantages, abs=1e-4)
 
 
-def test_a_partial_batch_is_given_where_asked_for() -> None:
+def test_the_end_of_the_data_gives_a_smaller_batch() -> None:
     groups = Groups(2, 1, steps=9, steps_per_batch=2)
     buffer = Buffer(groups)
     for _ in range(3):
         add(buffer, start(groups))
     assert buffer.take(0) is None
-    batch = buffer.take(0, partial=True) or []
+    groups.close()
+    batch = buffer.take(0) or []
     assert [[group.id for group in part] for part in batch] == [[0, 1], [2]]
     assert groups.version == 2
 

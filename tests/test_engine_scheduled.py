@@ -206,3 +206,12 @@ def test_a_snapshot_arrives_before_what_the_next_step_finishes(
     checkpoint_in_the_middle(EngineSchedule(tmp_path / "a.jsonl"))
     if replayed:
         checkpoint_in_the_middle(EngineSchedule(tmp_path / "b.jsonl", tmp_path / "a.jsonl"))
+
+
+def test_going_on_from_the_very_start_forgets_what_a_killed_life_did(tmp_path: Path) -> None:
+    log = tmp_path / "engine.jsonl"
+    record(log)
+    assert read_lineage(log)
+    player = engine(log)
+    player.begin(Position())
+    assert read_lineage(log) == []

@@ -146,12 +146,12 @@ class Loop(RuleBasedStateMachine):
     # What the trainer does
 
     @precondition(lambda self: self.in_state("finished"))
-    @rule(partial=st.booleans())
-    def take(self, partial: bool) -> None:
+    @rule()
+    def take(self) -> None:
         version = self.groups.version
         finished = sorted(self.in_state("finished"), key=lambda g: (g.deadline, g.id))
         full = self.per_step * min(self.minibatches, self.steps - self.groups.step)
-        if partial or (not self.has_problem() and len(finished) == len(self.outstanding)):
+        if not self.has_problem() and len(finished) == len(self.outstanding):
             full = min(full, len(finished))
         num_steps = -(-full // self.per_step)
         oldest = finished[:full]
@@ -160,8 +160,8 @@ class Loop(RuleBasedStateMachine):
             and self.groups.step < self.steps
             and holds(self.deadlines(without=oldest), version + num_steps, self.per_step)
         )
-        batch = self.groups.select(partial=partial)
-        assert self.groups.ready(partial=partial) == bool(batch) == possible
+        batch = self.groups.select()
+        assert self.groups.ready() == bool(batch) == possible
         assert batch == (oldest if possible else [])
         if not batch:
             return
@@ -283,7 +283,7 @@ class Loop(RuleBasedStateMachine):
                 self.groups.start(group)
             for group in self.in_state("running"):
                 self.groups.finish(group)
-            self.take(partial=False)
+            self.take()
         assert self.groups.done, "the loop stands still"
         for group in self.groups.leftover():
             self.gone(group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -350,3 +351,14 @@ async def test_a_task_that_nobody_solves_ends_all_the_same_check_31(tmp_path: Pa
     await finish(loop)
     assert trainer.step == 2
     assert loop.totals.to_row()["filtered_groups"] <= 6
+
+
+def test_a_resume_goes_on_counting_what_was_filtered(tmp_path: Path) -> None:
+    loop, _ = build(tmp_path / "one", recipe(rollout={"max_filtered_groups": 3}))
+    loop.buffer.num_filtered = 2
+    state, columns = loop.state({})
+    again, _ = build(tmp_path / "two", recipe(rollout={"max_filtered_groups": 3}))
+    again.restore(json.loads(json.dumps(state)), columns)
+    assert again.buffer.num_filtered == 2
+    for each in (loop, again):
+        each.writer.close()

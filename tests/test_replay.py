@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,11 @@ from pathlib import Path
 import pytest
 
 from estr.config import load_recipe
-from estr.errors import ConfigError
+from estr.errors import ConfigError, DataError
 from estr.metrics import read_metrics
 from estr.run import train
 from estr.runs import first_difference, verify_run
-from estr.schedule import LOOP_FILE, read_lineage
+from estr.schedule import ENGINE_FILE, LOOP_FILE, read_lineage
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -170,6 +171,40 @@ def test_a_finished_run_and_a_changed_recipe_need_a_word(recorded: Path) -> None
     changed = load_recipe(recorded / "config.toml", ["steps=9", "trainer.lr=1e-4"])
     with pytest.raises(ConfigError, match=r"steps = 9 \(was 8\)"):
         train(changed, resume=recorded)
+
+
+@pytest.mark.parametrize("log", [LOOP_FILE, ENGINE_FILE])
+@pytest.mark.parametrize("harm", ["cut", "missing"])
+def test_a_resume_without_its_schedule_is_refused_before_anything_changes(
+    recorded: Path, tmp_path: Path, log: str, harm: str
+) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(recorded, run)
+    (run / "summary.json").unlink()
+    if harm == "cut":
+        (run / log).write_bytes((run / log).read_bytes()[:200])
+    else:
+        (run / log).unlink()
+    shutil.rmtree(sorted((run / "checkpoints").glob("step-*"))[-1])
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    with pytest.raises(DataError, match="the checkpoint was taken after"):
+        train(
+            load_recipe(run / "config.toml", ["trainer.lr=1e-4"]), resume=run, accept_changes=True
+        )
+    after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != "lock"}
+    assert {p: after.get(p) for p in before if p.name != "lock"} == {
+        p: data for p, data in before.items() if p.name != "lock"
+    }
+    assert set(after) - set(before) == set()
+
+
+def test_a_run_with_filtered_groups_is_verified(tmp_path: Path) -> None:
+    overrides = [*SMALL, "deterministic=false", "name=filtered", "steps=3", "group_size=2"]
+    train(load_recipe(overrides=[*overrides, "rollout.max_filtered_groups=9"]), runs=tmp_path)
+    verdict = verify_run(tmp_path / "filtered")
+    assert verdict.faults == []
+    assert verdict.consumed == 12
+    assert verdict.filtered > 0
 
 
 def test_five_kills_lose_nothing() -> None:

@@ -75,7 +75,8 @@ class Buffer:
         self._advantage: AdvantageKind = advantage
         self._variance_of: VarianceOf = variance_of
         self._max_filtered = max_filtered
-        self._num_filtered = 0
+        self.num_filtered = 0
+        """Groups given up since the last batch; kept in checkpoints."""
         self._changed = asyncio.Event()
         self._num_added = 0
         groups.on_change = self._changed.set
@@ -96,9 +97,9 @@ class Buffer:
         if sum(scored) >= MIN_SCORED:
             self._num_added += 1
             self.groups.finish(group, trajectories)
-            spare = self._num_filtered < self._max_filtered and not self.groups.closed
+            spare = self.num_filtered < self._max_filtered and not self.groups.closed
             if spare and not any(advantages):
-                self._num_filtered += 1
+                self.num_filtered += 1
                 self.groups.filter(group, "no_advantage")
             return
         lost = Counter(
@@ -109,16 +110,16 @@ class Buffer:
         self.groups.fail(group, lost.most_common(1)[0][0] if lost else "too_few_members")
 
     def take(
-        self, version: int, *, partial: bool = False, only: Sequence[int] | None = None
+        self, version: int, *, only: Sequence[int] | None = None
     ) -> list[list[TrainingGroup]] | None:
         """The mini-batches of the next batch, one for each optimizer step from `version` on, or
-        None while the trainer must wait. `partial` as in `Groups.select`. only: exactly these
+        None while the trainer must wait. only: exactly these
         groups, as a replay wants them.
 
         Raises StalenessError, before anything is taken, if a trajectory holds a token that is too
         old for its step, older than its group's dispatch, or newer than the trainer.
         """
-        batch = self.groups.select(partial=partial) if only is None else self.groups.named(only)
+        batch = self.groups.select() if only is None else self.groups.named(only)
         if not batch:
             return None
         size = self.groups.groups_per_step
@@ -127,7 +128,7 @@ class Buffer:
             for trajectory in group.trajectories:
                 _check_versions(trajectory, group, target, self.groups.max_staleness)
         self.groups.consume(batch, version)
-        self._num_filtered = 0
+        self.num_filtered = 0
         taken = [
             TrainingGroup(
                 group.id,

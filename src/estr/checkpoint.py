@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from .rollout_state import Columns
     from .trainer import Trainer
 
+FORMAT = 1
+"""Layout of a checkpoint; one of another layout is named and passed over."""
+
 _MANIFEST = "manifest.json"
 _ASIDE = ".writing-"
 _ROLLOUTS = "rollouts.safetensors"
@@ -60,7 +63,8 @@ class Checkpoints:
             aside.mkdir(parents=True)
             await save_trainer(aside)
             _write_synced(aside / _ROLLOUTS, safetensors_bytes(columns))
-            _write_synced(aside / "state.json", json.dumps(state | {"data": self._data}).encode())
+            state = state | {"data": self._data, "format": FORMAT}
+            _write_synced(aside / "state.json", json.dumps(state).encode())
             manifest = {p.name: _fingerprint(p) for p in sorted(aside.iterdir())}
             _write_synced(aside / _MANIFEST, json.dumps(manifest, indent=1).encode())
             _sync_folder(aside)
@@ -117,6 +121,11 @@ def verify(folder: Path) -> dict[str, Any]:
         state: dict[str, Any] = json.loads((folder / "state.json").read_text())
         if not isinstance(state, dict) or "step" not in state:
             raise CheckpointError(f"checkpoint {folder} is torn: state.json holds no step")
+        if state.get("format") != FORMAT:
+            raise CheckpointError(
+                f"checkpoint {folder} has format {state.get('format')}, this estr reads {FORMAT}; "
+                "go on with the version of estr that wrote it"
+            )
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"checkpoint {folder} is torn: {error}") from error
     return state

@@ -304,18 +304,18 @@ class Groups:
         group.state = state
         self.counters[state][reason] += 1
 
-    def select(self, *, partial: bool = False) -> list[Group]:
+    def select(self) -> list[Group]:
         """The next batch, oldest deadline first (ties by id), or [] while it must wait.
 
         It has M*B finished groups (fewer before the last step of the run), and is given only if F
         holds once it is taken: F(v+M). Groups j*B ... (j+1)*B-1 belong to the step at v+j and all
-        have deadlines >= v+j. With `partial`, and by itself once the data has ended and nothing
-        runs or waits, it may be any number n > 0 of groups, in ceil(n/B) steps, if F allows.
+        have deadlines >= v+j. Once the data has ended and nothing runs or waits, it may be any
+        number n > 0 of groups, in ceil(n/B) steps, if F allows.
         """
-        if not self.ready(partial=partial):
+        if not self.ready():
             return []
         finished = (group for group in self if group.state == "finished")
-        return sorted(finished, key=_urgency)[: self._batch_size(partial)]
+        return sorted(finished, key=_urgency)[: self._batch_size()]
 
     def named(self, ids: Sequence[int]) -> list[Group]:
         """The outstanding groups of these ids, in this order. Raises GroupsError for one that is
@@ -325,9 +325,9 @@ class Groups:
             self._require(group, "finished")
         return batch
 
-    def ready(self, *, partial: bool = False) -> bool:
+    def ready(self) -> bool:
         """Would `select` give a batch? Costs the number of deadlines, not of groups."""
-        size = self._batch_size(partial)
+        size = self._batch_size()
         return 0 < size <= self.num_finished and self._overfull_after(size) is None
 
     def blocking(self) -> list[Group]:
@@ -339,7 +339,7 @@ class Groups:
         """
         if self.ready():
             return []
-        overfull = self._overfull_after(self._batch_size(partial=False))
+        overfull = self._overfull_after(self._batch_size())
         unfinished = sorted((group for group in self if group.state != "finished"), key=_urgency)
         return [group for group in unfinished if overfull is None or group.deadline <= overfull]
 
@@ -388,11 +388,11 @@ class Groups:
     def _num_steps(self, size: int) -> int:
         return -(-size // self.groups_per_step)
 
-    def _batch_size(self, partial: bool) -> int:
+    def _batch_size(self) -> int:
         num_steps = max(0, min(self.steps_per_batch, self.steps - self.step))
         full = num_steps * self.groups_per_step
         ended = self.closed and not self.waiting and self.num_finished == len(self)
-        return min(full, self.num_finished) if partial or ended else full
+        return min(full, self.num_finished) if ended else full
 
     def _overfull_after(self, size: int) -> int | None:
         """The first deadline at which F fails once the steps on the `size` most urgent finished

@@ -106,6 +106,7 @@ class Loop:
         self._clock = time.monotonic()
         self._saved_at = time.monotonic()
         self._saved_step = -1
+        self._checkpoint_s = 0.0
         self._stop = stop or asyncio.Event()
         self._woken = asyncio.Event()
         self._published = asyncio.Event()
@@ -307,7 +308,8 @@ class Loop:
                 f"step {result.step} taught nothing and was skipped: within each of its groups all "
                 "outcomes are equal (advantages compare outcomes, whatever the shaped rewards)"
             )
-        row = {**result.metrics.to_row(), **self.gauges()}
+        row = {**result.metrics.to_row(), **self.gauges(), "checkpoint_s": self._checkpoint_s}
+        self._checkpoint_s = 0.0
         self.writer.write(step=result.step, version=result.version, wall_s=self.wall_s, values=row)
         self.schedule.note(
             "step",
@@ -402,6 +404,7 @@ class Loop:
         as it would after a resume."""
         if self.checkpoints is None or self._saved_step == self.step:
             return
+        began = time.monotonic()
         drawn: dict[RolloutId, Segment] = {}
         if self._running:
             self.schedule.note("checkpoint", step=self.step)
@@ -418,6 +421,7 @@ class Loop:
             state["ledger_parts"] = await self.ledger.sync(self.step)
         await self.checkpoints.write(self.step, state, columns, self.trainer.save)
         self._saved_at, self._saved_step = time.monotonic(), self.step
+        self._checkpoint_s += self._saved_at - began
 
     async def _load_now(self, version: int) -> None:
         self._published.set()
@@ -435,6 +439,7 @@ class Loop:
             "version": self.version,
             "cursor": self._cursor,
             "groups": self.groups.snapshot(self.version),
+            "num_filtered": self.buffer.num_filtered,
             "members": self._members.pack(self.groups, drawn, pool),
             "totals": self.totals.to_state(),
             "accuracies": self.evaluations.found,
@@ -449,6 +454,7 @@ class Loop:
         self.step, self.version = state["step"], state["version"]
         self._saved_step = self.step
         self._cursor = state["cursor"]
+        self.buffer.num_filtered = state["num_filtered"]
         members = unpack_members(state["members"], SegmentPool(columns))
         if self.groups.restore(state["groups"], finished_trajectories(members)):
             self._members.restore(self.groups, members)

@@ -17,20 +17,21 @@ from typing import Any
 from .checkpoint import Checkpoints, saved_columns
 from .config import Recipe
 from .engines.process import EngineProcess
-from .errors import CheckpointError, ConfigError, EstrError, Interrupted
+from .errors import ConfigError, EstrError, Interrupted
 from .evaluations import Evaluations
 from .evaluator_process import EvaluatorProcess
-from .ledger import LedgerWriter, missing_parts
-from .ledger import supersede_after as supersede_ledger_after
+from .ledger import LedgerWriter
 from .loop import Loop
-from .metrics import MetricsWriter, supersede_after
+from .metrics import MetricsWriter
 from .progress import Reporter, SilentReporter
+from .resume import Saved, find_saved, set_aside
 from .rollout import RolloutSetting
 from .run_folder import RunFolder, Summary, weights_folder
 from .schedule import (
     ENGINE_FILE,
     LOOP_FILE,
     EngineSchedule,
+    Event,
     EventLog,
     Position,
     Replay,
@@ -145,20 +146,6 @@ class _Processes:
         await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
 
 
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """The checkpoint to go on from."""
-
-    folder: Path
-    state: dict[str, Any]
-
-    @property
-    def position(self) -> Position | None:
-        """Where the engine's schedule goes on, of a deterministic run."""
-        engine = self.state["engine"]
-        return None if engine is None else Position.unpack(engine)
-
-
 async def _train(
     recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
 ) -> Summary:
@@ -169,9 +156,16 @@ async def _train(
         stack.enter_context(folder.locked())
         stop = stack.enter_context(_stopped_by_signals(reporter))
         data = data_fingerprint(play[0])
-        saved = None if resume is None else _saved(folder, recipe, reporter, resume, data)
+        saved = None
+        if resume is not None:
+            saved = find_saved(folder, recipe, data=data, accept_changes=resume.accept_changes)
+            for note in saved.notes:
+                reporter.message(note)
         replay = folder.replays(replay)
-        schedule = _schedule(folder, recipe, saved, replay)
+        planned = None if replay is None else read_lineage(replay / LOOP_FILE)
+        if saved is not None:
+            set_aside(saved, folder, recipe)
+        schedule = _schedule(folder, recipe, saved, planned)
         stack.callback(schedule.close)
         store = FileWeightStore(
             weights_folder(folder, _bytes_needed(model, recipe)), keep=recipe.max_staleness + 2
@@ -219,10 +213,10 @@ def _bytes_needed(model: Path, recipe: Recipe) -> int:
 
 
 def _schedule(
-    folder: RunFolder, recipe: Recipe, saved: _Saved | None, replay: Path | None
+    folder: RunFolder, recipe: Recipe, saved: Saved | None, planned: list[Event] | None
 ) -> Schedule:
-    """The log of this run and the events of the run that it replays, each from where the
-    checkpoint stands."""
+    """The log of this run and the events of the run that it replays (planned), each from where
+    the checkpoint stands."""
     at: dict[str, int] = saved.state["schedule"] if saved else {}
     log = EventLog(folder.path / LOOP_FILE, keep_lines=at.get("lines"))
     if saved is None:
@@ -234,47 +228,12 @@ def _schedule(
             num_minibatches=recipe.num_minibatches,
             max_staleness=recipe.max_staleness,
         )
-    planned = None
-    if replay is not None:
-        planned = Replay(read_lineage(replay / LOOP_FILE), at.get("replayed", 0))
-    return Schedule(log, planned, deterministic=recipe.deterministic)
-
-
-def _saved(
-    folder: RunFolder, recipe: Recipe, reporter: Reporter, resume: _Resume, data: str
-) -> _Saved:
-    """The checkpoint to go on from. What comes after it is set aside. Raises ConfigError where the
-    recipe has changed and nobody said that this is meant; CheckpointError where the data has."""
-    path, state, torn = Checkpoints(folder.checkpoints).newest()
-    for line in [*torn, *missing_parts(folder.path, state.get("ledger_parts", []))]:
-        reporter.message(line)
-    if state["data"] != data:
-        raise CheckpointError(
-            f"the training data of {recipe.task['name']} is not what it was at {path}: its order "
-            "would mean other problems now. Restore it, or start a new run with "
-            f"--set model={folder.model_last}"
-        )
-    if folder.is_finished() and state["step"] >= recipe.steps:
-        raise ConfigError(
-            f"{folder.path} is finished: {state['step']} of {recipe.steps} steps are made; to go "
-            "on, say more with --set steps=... --accept-changes"
-        )
-    changed = folder.changes(recipe)
-    if changed and not resume.accept_changes:
-        raise ConfigError(
-            f"{folder.path} would go on with a changed recipe: {'; '.join(changed)}. "
-            "Say --accept-changes if that is meant"
-        )
-    if changed:
-        reporter.message(f"goes on with a changed recipe: {'; '.join(changed)}")
-        folder.update_recipe(recipe)
-    supersede_after(folder.path, state["step"])
-    supersede_ledger_after(folder.path, state["step"])
-    return _Saved(path, state)
+    replay = None if planned is None else Replay(planned, at.get("replayed", 0))
+    return Schedule(log, replay, deterministic=recipe.deterministic)
 
 
 async def _run(
-    loop: Loop, processes: _Processes, folder: RunFolder, saved: _Saved | None
+    loop: Loop, processes: _Processes, folder: RunFolder, saved: Saved | None
 ) -> Summary:
     """Everything between the start of the processes and their end."""
     recipe = loop.recipe

@@ -123,8 +123,10 @@ class RunFolder:
     def update_recipe(self, recipe: Recipe) -> None:
         """Write down the recipe that the run goes on with, the one before beside it."""
         config = self.path / "config.toml"
-        config.replace(self.path / "config.previous.toml")
-        config.write_text(recipe.to_toml(), encoding="utf-8")
+        aside = self.path / "config.toml.writing"
+        aside.write_text(recipe.to_toml(), encoding="utf-8")
+        shutil.copyfile(config, self.path / "config.previous.toml")
+        aside.replace(config)  # at no instant is the run without its recipe
 
     def replays(self, run: Path | None = None) -> Path | None:
         """The run that this one replays, if any: `run` is written down, else it is read."""

@@ -80,13 +80,10 @@ class EventLog:
     def __init__(self, path: Path, *, keep_lines: int | None = None) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
+        if keep_lines is not None:
+            require_lines(path, keep_lines)
         cut_torn_tail(path)
         self.num_lines = len(read_lineage(path)) if path.exists() else 0
-        if keep_lines is not None and keep_lines > self.num_lines:
-            raise DataError(
-                f"{path} has {self.num_lines} lines, the checkpoint was taken after {keep_lines}; "
-                "it was cut or belongs to another run"
-            )
         self._file = path.open("ab")
         if keep_lines is not None:
             self.write("resume", lines=keep_lines)
@@ -131,6 +128,16 @@ def read_lineage(path: Path) -> list[Event]:
             raise DataError(f"{path}, line {number} is no event: {error}") from error
         events.append(event)
     return events
+
+
+def require_lines(path: Path, lines: int) -> None:
+    """Raises DataError where the lineage has fewer than that many lines."""
+    found = len(read_lineage(path)) if path.exists() else 0
+    if lines > found:
+        raise DataError(
+            f"{path} has {found} lines, the checkpoint was taken after {lines}; it was cut or "
+            "belongs to another run"
+        )
 
 
 class Replay:

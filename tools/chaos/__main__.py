@@ -22,7 +22,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 
 from estr.errors import EstrError
@@ -62,6 +64,21 @@ class Tally:
         """One more kill."""
         self.kills += 1
         self.places[place] = self.places.get(place, 0) + 1
+
+
+@dataclass(slots=True)
+class Chaos:
+    """One of the two runs: where, how many kills are left of its share, what came of it."""
+
+    folder: Path
+    kills_left: int
+    rng: random.Random
+    tally: Tally
+
+    @property
+    def log(self) -> Path:
+        """What the lives printed."""
+        return self.folder / "log.txt"
 
 
 def live(arguments: list[str], log: Path, kill: str, fault: str, rng: random.Random) -> str:
@@ -116,89 +133,94 @@ def workers_of(pid: int) -> list[int]:
     return [int(line) for line in found.stdout.split()]
 
 
-def chaos_scripted(folder: Path, kills: int, rng: random.Random, tally: Tally) -> None:
-    """The run of fakes: killed until it has had its share, begun anew as often as it finishes."""
-    done, round_ = 0, 0
-    while done < kills:
+def until_it_ends(
+    run: Path,
+    next_life: Callable[[], list[str]],
+    next_kill: Callable[[], str],
+    chaos: Chaos,
+) -> bool:
+    """Live after life of one run: killed until the share of kills is used up, then left to end.
+    False where a life failed or hung though nobody had broken anything."""
+    while True:
+        kill = next_kill() if chaos.kills_left else ""
+        arguments = next_life()
+        fault = chaos.rng.choice(FAULTS)
+        ended = live(arguments, chaos.log, kill, fault, chaos.rng)
+        if ended == "end":
+            judge(run, chaos.tally)
+            return True
+        if ended == "hung" or (ended == "error" and not fault.startswith("full")):
+            chaos.tally.faults.append(f"{run.name}: a life ended as {ended}, see {chaos.log}")
+            return False
+        if ended != "error":
+            chaos.kills_left -= 1
+            chaos.tally.count(f"{run.name.partition('-')[0]} {ended}")
+
+
+def is_resumable(run: Path) -> bool:
+    return any((run / "checkpoints").glob("step-*"))
+
+
+def chaos_scripted(chaos: Chaos) -> None:
+    """The run of fakes, begun again as often as it ends."""
+    round_ = 0
+    while chaos.kills_left:
         round_ += 1
-        run = folder / f"scripted-{round_}"
-        while True:
-            if done < kills:
-                point = rng.choice([*POINTS, "scripted", "scripted"])
-                if point in ("message", "scripted"):
-                    kill = "scripted"
-                else:
-                    at = rng.randint(1, POINTS[point])
-                    kill = f"{point}:{at}:{rng.choice(['before', 'after'])}"
-            else:
-                kill = ""
-            existed = any((run / "checkpoints").glob("step-*"))
-            fault = rng.choice(FAULTS)
-            ended = live(["scripted", str(run)], folder / "log.txt", kill, fault, rng)
-            tally.resumed += existed
-            if ended == "end":
-                break
-            if ended != "error":
-                done += 1
-                tally.count(f"scripted {ended}")
-            elif not fault.startswith("full"):
-                tally.faults.append(f"{run.name}: a life ended in an error, see {folder}/log.txt")
-                return
-        judge(run, tally)
+        run = chaos.folder / f"scripted-{round_}"
+
+        def next_life(run: Path = run) -> list[str]:
+            chaos.tally.resumed += is_resumable(run)
+            return ["scripted", str(run)]
+
+        if not until_it_ends(
+            run, next_life, lambda: pick(chaos.rng, "scripted", "scripted"), chaos
+        ):
+            return
 
 
-def chaos_builtin(folder: Path, kills: int, rng: random.Random, tally: Tally) -> None:
+def chaos_builtin(chaos: Chaos) -> None:
     """The built-in task: an undisturbed deterministic run, then replays of it under kills."""
-    runs = folder / "runs"
+    runs = chaos.folder / "runs"
+    train = ["train", "--plain", "--runs", str(runs)]
     sets = [word for key in BUILTIN for word in ("--set", key)]
-    base = ["train", "--plain", "--runs", str(runs)]
-    if live([*base, *sets], folder / "log.txt", "", "", rng) != "end":
-        tally.faults.append(f"the undisturbed run failed, see {folder}/log.txt")
+    if live([*train, *sets], chaos.log, "", "", chaos.rng) != "end":
+        chaos.tally.faults.append(f"the undisturbed run failed, see {chaos.log}")
         return
     reference = runs / "reference"
-    done, round_ = 0, 0
-    while done < kills:
+    round_ = 0
+    while chaos.kills_left:
         round_ += 1
         run = runs / f"replay-{round_}"
-        while True:
-            kill = pick_builtin(rng) if done < kills else ""
-            whole = any((run / "checkpoints").glob("step-*"))
-            if whole:
-                arguments = ["train", "--plain", "--runs", str(runs), "--resume", str(run)]
-                tally.resumed += 1
-            else:
-                tally.begun_anew += run.exists()
-                shutil.rmtree(run, ignore_errors=True)
-                arguments = [
-                    *base,
-                    "--replay-schedule",
-                    str(reference),
-                    "--set",
-                    f"name={run.name}",
-                ]
-            fault = rng.choice(FAULTS)
-            ended = live(arguments, folder / "log.txt", kill, fault, rng)
-            if ended == "end":
-                break
-            if ended != "error":
-                done += 1
-                tally.count(f"builtin {ended}")
-            elif not fault.startswith("full"):
-                tally.faults.append(f"{run.name}: a life ended in an error, see {folder}/log.txt")
-                return
-        judge(run, tally)
-        difference = first_difference(reference, run)
-        same_model = digest(reference) == digest(run)
-        tally.bit_equal = tally.bit_equal is not False and difference is None and same_model
-        if difference:
-            tally.faults.append(f"{run.name}: {difference}")
+
+        def next_life(run: Path = run) -> list[str]:
+            if is_resumable(run):
+                chaos.tally.resumed += 1
+                return [*train, "--resume", str(run)]
+            chaos.tally.begun_anew += run.exists()
+            shutil.rmtree(run, ignore_errors=True)
+            return [*train, "--replay-schedule", str(reference), "--set", f"name={run.name}"]
+
+        next_kill = partial(pick, chaos.rng, "controller", "worker", "worker", "worker")
+        if not until_it_ends(run, next_life, next_kill, chaos):
+            return
+        compare(reference, run, chaos.tally)
 
 
-def pick_builtin(rng: random.Random) -> str:
-    point = rng.choice([*POINTS, "controller", "worker", "worker", "worker"])
+def pick(rng: random.Random, *others: str) -> str:
+    """What the next life is killed by: a point of child.py, or one of `others` at some instant."""
+    point = rng.choice([*POINTS, *others])
     if point not in POINTS:
         return point
     return f"{point}:{rng.randint(1, POINTS[point])}:{rng.choice(['before', 'after'])}"
+
+
+def compare(reference: Path, run: Path, tally: Tally) -> None:
+    """Is the replay equal to the bit?"""
+    difference = first_difference(reference, run)
+    same_model = digest(reference) == digest(run)
+    tally.bit_equal = tally.bit_equal is not False and difference is None and same_model
+    if difference:
+        tally.faults.append(f"{run.name}: {difference}")
 
 
 def digest(run: Path) -> str:
@@ -234,8 +256,8 @@ def main() -> None:
     tally = Tally()
     builtin = {"builtin": options.kills, "scripted": 0}.get(options.only, options.kills // 5)
     if builtin:
-        chaos_builtin(folder, builtin, rng, tally)
-    chaos_scripted(folder, options.kills - builtin, rng, tally)
+        chaos_builtin(Chaos(folder, builtin, rng, tally))
+    chaos_scripted(Chaos(folder, options.kills - builtin, rng, tally))
     print(json.dumps(asdict(tally)))
     if options.keep is None and not tally.faults:
         shutil.rmtree(folder)

@@ -54,7 +54,8 @@ class ScheduledEngine(LocalEngine):
     def begin(self, position: Position) -> None:
         """The schedule begins here: at its start, or where a checkpoint stands, whose running
         requests are waited for and given their rows before anything else."""
-        self._log = EventLog(self._log_path, keep_lines=position.lines or None)
+        fresh = position.lines == 0 and not self._log_path.exists()
+        self._log = EventLog(self._log_path, keep_lines=None if fresh else position.lines)
         self._begun_at = position.step - self._counts["steps"]
         self._planned = position.planned
         self._restoring = position.running
