@@ -68,6 +68,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "evaluation",
         "evaluations",
         "evaluator_process",
+        "problems",
     ),
     (
         "progress",

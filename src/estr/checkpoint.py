@@ -4,7 +4,7 @@
         model.safetensors       float32 master weights
         optimizer.safetensors   exp_avg, exp_avg_sq and step of every parameter
         trainer.json            step and version counters, learning-rate position
-        state.json              the controller's part: cursor, groups, members, evaluations
+        state.json              the controller's part: problems, groups, members, evaluations
         rollouts.safetensors    tokens of finished and of growing rollouts (estr.rollout_state)
         manifest.json           size and SHA-256 of all of these; written last
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .rollout_state import Columns
     from .trainer import Trainer
 
-FORMAT = 1
+FORMAT = 2
 """Layout of a checkpoint; one of another layout is named and passed over."""
 
 _MANIFEST = "manifest.json"

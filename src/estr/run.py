@@ -23,6 +23,7 @@ from .evaluator_process import EvaluatorProcess
 from .ledger import LedgerWriter
 from .loop import Loop
 from .metrics import MetricsWriter
+from .problems import check_curriculum
 from .progress import Reporter, SilentReporter
 from .resume import Saved, find_saved, set_aside
 from .rollout import RolloutSetting
@@ -38,7 +39,7 @@ from .schedule import (
     Schedule,
     read_lineage,
 )
-from .subject import data_fingerprint, model_folder, resolve_play
+from .subject import data_fingerprint, model_folder, resolve_plays
 from .trainer_process import TrainerProcess
 from .weights import FileWeightStore
 from .worker import busy_share
@@ -150,12 +151,13 @@ async def _train(
     recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
 ) -> Summary:
     model = model_folder(recipe, reporter.message)
-    play = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
+    plays = resolve_plays(model, recipe, temperature=recipe.sampling.temperature)
+    check_curriculum(recipe, [task for task, _, _ in plays])
     folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume.run)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.locked())
         stop = stack.enter_context(_stopped_by_signals(reporter))
-        data = data_fingerprint(play[0])
+        data = " ".join(data_fingerprint(task) for task, _, _ in plays)
         saved = None
         if resume is not None:
             saved = find_saved(folder, recipe, data=data, accept_changes=resume.accept_changes)
@@ -173,13 +175,18 @@ async def _train(
         stack.callback(shutil.rmtree, store.folder, ignore_errors=True)
         processes = await _Processes.start(model, recipe, store, folder, replay)
         try:
+            settings = [
+                RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
+                for play in plays
+            ]
             from_step = saved.state["step"] if saved else 0
             writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step))
             loop = Loop(
                 recipe,
-                RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine"),
+                settings[0],
                 processes.trainer,
                 store,
+                other_settings=settings[1:],
                 reporter=reporter,
                 writer=writer,
                 evaluations=Evaluations(recipe.eval, processes.evaluator, folder.model_best),

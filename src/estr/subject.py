@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .config import Recipe, load_recipe
 from .errors import ConfigError, DataError
+from .options.tasks import entries
 from .rollout import RolloutSetting
 from .run_folder import RunFolder
 from .types import SamplingSettings
@@ -68,11 +69,16 @@ def find_subject(
     """
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
-    own_task = load_recipe(recipe_file).task["name"]
-    if task is not None and task != own_task:
+    own = {e.label: e.table for e in entries(load_recipe(recipe_file).task)}
+    if task is None and len(own) > 1:
+        raise ConfigError(f"{source} has several tasks; say --task with one of {', '.join(own)}")
+    chosen = own[task] if task in own else next(iter(own.values()))
+    if task is not None and task not in own:
         overrides = [f"task={json.dumps(task)}", *overrides]
+    elif len(own) > 1:
+        overrides = [*_as_overrides(chosen), *overrides]
     recipe = load_recipe(recipe_file, overrides)
-    if run is None or recipe.task["name"] != own_task:
+    if run is None or recipe.task["name"] != chosen["name"]:
         recipe = load_recipe(recipe_file, [*_eval_settings(recipe), *overrides])
     if run is not None and weights != "start":
         folder = run.model_best if weights == "best" else run.model_last
@@ -94,6 +100,12 @@ def find_subject(
             f"and no model: {error}"
         ) from error
     return Subject(folder, recipe, None, stamped_version(folder))
+
+
+def _as_overrides(table: Mapping[str, Any]) -> list[str]:
+    """A task table as overrides that replace whatever task there was."""
+    options = [f"task.{key}={json.dumps(value)}" for key, value in table.items() if key != "name"]
+    return [f"task={json.dumps(table['name'])}", *options]
 
 
 def _eval_settings(recipe: Recipe) -> list[str]:
@@ -142,34 +154,57 @@ def resolve_play(
 
     Raises ConfigError or DataError.
     """
+    plays = resolve_plays(folder, recipe, temperature=temperature)
+    if len(plays) > 1:
+        names = ", ".join(task.name for task, _, _ in plays)
+        raise ConfigError(f"this plays one task, not {len(plays)} ({names}); say --task NAME")
+    return plays[0]
+
+
+def resolve_plays(
+    folder: Path, recipe: Recipe, *, temperature: float
+) -> list[tuple[Task, Codec, SamplingSettings]]:
+    """As resolve_play, of every task of the recipe."""
     from .chat import Codec
-    from .environments import build_task
+    from .environments import build_tasks
     from .models import load_tokenizer
 
-    task = build_task(recipe.task)
-    for split in ("train", "test"):
-        if task.size(split) == 0:
-            raise ConfigError(f"task {task.name} has no problem in its {split} split")
     codec = Codec(load_tokenizer(folder))
-    sampling = SamplingSettings(
-        temperature=temperature,
-        max_new_tokens=recipe.sampling.max_new_tokens,
-        max_tokens=recipe.sampling.max_tokens,
-        stop_token_ids=codec.resolve_stops(task.stop),
-    )
-    return task, codec, sampling
+    plays = []
+    for task in build_tasks(recipe.task).values():
+        for split in ("train", "test"):
+            if task.size(split) == 0:
+                raise ConfigError(f"task {task.name} has no problem in its {split} split")
+        sampling = SamplingSettings(
+            temperature=temperature,
+            max_new_tokens=recipe.sampling.max_new_tokens,
+            max_tokens=recipe.sampling.max_tokens,
+            stop_token_ids=codec.resolve_stops(task.stop),
+        )
+        plays.append((task, codec, sampling))
+    return plays
 
 
 def build_setting(
     model: Any, folder: Path, recipe: Recipe, *, version: int, temperature: float
 ) -> RolloutSetting:
     """An engine in this process on `model`, which holds the weights `version`, and the recipe's
-    task, in its "test" split. folder: where the tokenizer is. Raises ConfigError or DataError."""
+    task, in its "test" split. folder: where the tokenizer is. Raises ConfigError or DataError, also
+    where the recipe has several tasks."""
+    resolve_play(folder, recipe, temperature=temperature)
+    (setting,) = build_settings(model, folder, recipe, version=version, temperature=temperature)
+    return setting
+
+
+def build_settings(
+    model: Any, folder: Path, recipe: Recipe, *, version: int, temperature: float
+) -> list[RolloutSetting]:
+    """As build_setting, one for each task of the recipe, over one engine."""
     from .engines.in_process import InProcessEngine
     from .engines.local import LocalEngine
     from .models import vocabulary_size
 
-    task, codec, sampling = resolve_play(folder, recipe, temperature=temperature)
+    plays = resolve_plays(folder, recipe, temperature=temperature)
     engine = LocalEngine(
         model,
         version=version,
@@ -177,9 +212,8 @@ def build_setting(
         gini=False,
         vocab_size=vocabulary_size(folder, model),
     )
-    return RolloutSetting(
-        InProcessEngine(engine), task, codec, sampling, recipe.rollout, split="test"
-    )
+    shared = InProcessEngine(engine)
+    return [RolloutSetting(shared, *play, recipe.rollout, split="test") for play in plays]
 
 
 def stamp_version(model: Any, version: int) -> None:

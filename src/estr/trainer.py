@@ -95,9 +95,9 @@ class Trainer:
             model, dtype=getattr(torch, self.options.param_dtype), has_adapters=has_adapters
         )
         self.reference = Reference(model, has_adapters=has_adapters) if has_price else None
-        if self.options.gradient_checkpointing:
-            enable_gradient_checkpointing(model)
         self._head = split_head(model)
+        if self.options.gradient_checkpointing:  # last: model.eval() would undo it
+            enable_gradient_checkpointing(model)
         self.parameters = self.weights.masters
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),

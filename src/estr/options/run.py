@@ -143,6 +143,31 @@ class LossOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class CurriculumOptions:
+    """Problems and tasks chosen by how often they are solved, as found when their groups were
+    trained on (or given up by dynamic sampling)."""
+
+    skip: int = 0
+    """A problem whose last pass rate was not between low and high is passed over when its turn
+    comes again, at most so often in a row; 0: never."""
+    low: float = 0.0
+    """Up to this pass rate a problem counts as too hard."""
+    high: float = 1.0
+    """From this pass rate on a problem counts as mastered."""
+    floor: float = 1.0
+    """The weight of each of several tasks is multiplied by 4 p (1 - p), but at least by this, p
+    being its running pass rate; 1: weights stay as they are."""
+
+    def __post_init__(self) -> None:
+        _at_least("skip", self.skip, 0)
+        require(
+            0 <= self.low < self.high <= 1,
+            f"low and high must be pass rates, 0 <= low < high <= 1, not {self.low}, {self.high}",
+        )
+        require(0 < self.floor <= 1, f"floor must be in (0, 1], not {self.floor}")
+
+
+@dataclass(frozen=True, slots=True)
 class LoraOptions:
     """Low-rank adapters beside the linear layers, which alone are trained (extra `lora`, by peft).
     Published and saved weights have them merged in."""
