@@ -43,6 +43,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "heads",
         "models",
         "adapters",
+        "machine",
         "parameters",
     ),
     (
@@ -69,6 +70,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "evaluations",
         "evaluator_process",
         "problems",
+        "wandb_log",
     ),
     (
         "progress",

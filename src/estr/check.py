@@ -24,6 +24,7 @@ from .config import Recipe, load_recipe, recipe_from_table
 from .engine import ScriptedEngine
 from .environment import Task
 from .errors import ConfigError, EstrError
+from .machine import check_devices, check_packages
 from .options.tasks import entries
 from .problems import check_curriculum
 from .rollout import RolloutSetting, run_rollout
@@ -66,12 +67,12 @@ def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
         _check_tables(path, findings)
         return findings
     recipe = findings.recipe
+    findings.attempt(partial(check_packages, recipe))
     tasks = findings.attempt(lambda: _tasks(recipe, findings)) or []
-    codec = (
-        None
-        if _is_elsewhere(recipe.model, findings)
-        else findings.attempt(lambda: _codec(recipe, findings))
-    )
+    codec = None
+    if not _is_elsewhere(recipe.model, findings):
+        findings.attempt(partial(check_devices, recipe))
+        codec = findings.attempt(lambda: _codec(recipe, findings))
     findings.attempt(lambda: _correction(recipe, findings))
     if codec is None:
         return findings

@@ -33,6 +33,7 @@ from .options.run import (
     RolloutOptions,
     SamplingOptions,
     TrainerOptions,
+    WandbOptions,
 )
 from .options.suggest import suggest
 from .options.tasks import MIX, entries
@@ -88,6 +89,7 @@ class Recipe:
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    wandb: WandbOptions = field(default_factory=WandbOptions)
 
     def __post_init__(self) -> None:
         require(

@@ -22,6 +22,7 @@ from .evaluations import Evaluations
 from .evaluator_process import EvaluatorProcess
 from .ledger import LedgerWriter
 from .loop import Loop
+from .machine import check_devices, check_packages
 from .metrics import MetricsWriter
 from .problems import check_curriculum
 from .progress import Reporter, SilentReporter
@@ -41,6 +42,7 @@ from .schedule import (
 )
 from .subject import data_fingerprint, model_folder, resolve_plays
 from .trainer_process import TrainerProcess
+from .wandb_log import WandbLog
 from .weights import FileWeightStore
 from .worker import busy_share
 
@@ -150,6 +152,8 @@ class _Processes:
 async def _train(
     recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
 ) -> Summary:
+    check_packages(recipe)
+    check_devices(recipe)
     model = model_folder(recipe, reporter.message)
     plays = resolve_plays(model, recipe, temperature=recipe.sampling.temperature)
     check_curriculum(recipe, [task for task, _, _ in plays])
@@ -173,6 +177,9 @@ async def _train(
             weights_folder(folder, _bytes_needed(model, recipe)), keep=recipe.max_staleness + 2
         )
         stack.callback(shutil.rmtree, store.folder, ignore_errors=True)
+        also = _logs(recipe, folder)
+        for log in also:
+            stack.callback(log.close)
         processes = await _Processes.start(model, recipe, store, folder, replay)
         try:
             settings = [
@@ -180,7 +187,7 @@ async def _train(
                 for play in plays
             ]
             from_step = saved.state["step"] if saved else 0
-            writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step))
+            writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step, also=also))
             loop = Loop(
                 recipe,
                 settings[0],
@@ -204,6 +211,11 @@ async def _train(
             return await _run(loop, processes, folder, saved)
         finally:
             await processes.close()
+
+
+def _logs(recipe: Recipe, folder: RunFolder) -> list[WandbLog]:
+    """What is told the metrics besides the run's own files."""
+    return [WandbLog(folder.path, recipe)] if recipe.wandb.project else []
 
 
 def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:

@@ -265,6 +265,19 @@ class EvalOptions:
 
 
 @dataclass(frozen=True, slots=True)
+class WandbOptions:
+    """The metrics at Weights & Biases, too (extra `wandb`); metrics.jsonl and TensorBoard are
+    written in any case."""
+
+    project: str = ""
+    """Of the site; empty: nothing goes there, and wandb is not imported."""
+    entity: str = ""
+    """User or team; empty: the default one."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: kept in the run folder, for `wandb sync`."""
+
+
+@dataclass(frozen=True, slots=True)
 class CheckpointOptions:
     """When the whole state of a run is saved, besides at its end."""
 
