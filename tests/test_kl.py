@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from estr.check import check_recipe
 from estr.checkpoint import restore_trainer, save_trainer
 from estr.config import recipe_from_table
 from estr.errors import CheckpointError, ConfigError, NumericsError
@@ -239,3 +240,10 @@ def test_another_start_is_refused_at_a_resume(tmp_path: Path) -> None:
 def test_what_the_table_refuses(table: dict, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         recipe_from_table({"kl": table})
+
+
+def test_check_warns_of_k3_in_the_reward(tmp_path: Path) -> None:
+    file = tmp_path / "r.toml"
+    for estimator, warned in (("k1", False), ("k3", True)):
+        file.write_text(f'[kl]\ncoefficient = 0.1\nplace = "reward"\nestimator = "{estimator}"\n')
+        assert any("hardly holds" in note for note in check_recipe(file).notes) is warned

@@ -159,6 +159,11 @@ def _correction(recipe: Recipe, findings: Findings) -> None:
 
     needs = sorted(build_correction(recipe.correction).needs)
     names = " + ".join(str(entry["name"]) for entry in recipe.correction)
+    if recipe.kl.coefficient and (recipe.kl.place, recipe.kl.estimator) == ("reward", "k3"):
+        findings.notes.append(
+            "kl.estimator = 'k3' in the reward hardly holds the policy back near the reference; "
+            "'k1' does (docs/mathematics.md)"
+        )
     findings.notes.append(f"correction {names} reads {', '.join(needs) or 'nothing but log-probs'}")
 
 

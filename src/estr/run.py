@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 import signal
 from collections.abc import Callable, Coroutine, Iterator
@@ -227,8 +228,15 @@ def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
 
 
 def _bytes_needed(model: Path, recipe: Recipe) -> int:
-    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
-    return (recipe.max_staleness + 2) * size * _BYTES_PER_WEIGHT[recipe.engine.dtype] // 4
+    """By all versions that the store keeps, in the type that the engine takes."""
+    from safetensors import safe_open
+
+    count = 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            names = file.keys()  # it cannot be iterated over itself
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    return (recipe.max_staleness + 2) * count * _BYTES_PER_WEIGHT[recipe.engine.dtype]
 
 
 def _schedule(
