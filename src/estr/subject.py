@@ -154,11 +154,15 @@ def resolve_play(
 
     Raises ConfigError or DataError.
     """
-    plays = resolve_plays(folder, recipe, temperature=temperature)
-    if len(plays) > 1:
-        names = ", ".join(task.name for task, _, _ in plays)
-        raise ConfigError(f"this plays one task, not {len(plays)} ({names}); say --task NAME")
-    return plays[0]
+    _require_one_task(recipe)
+    (play,) = resolve_plays(folder, recipe, temperature=temperature)
+    return play
+
+
+def _require_one_task(recipe: Recipe) -> None:
+    if len(found := entries(recipe.task)) > 1:
+        names = ", ".join(entry.label for entry in found)
+        raise ConfigError(f"this plays one task, not {len(found)} ({names}); say --task NAME")
 
 
 def resolve_plays(
@@ -191,7 +195,7 @@ def build_setting(
     """An engine in this process on `model`, which holds the weights `version`, and the recipe's
     task, in its "test" split. folder: where the tokenizer is. Raises ConfigError or DataError, also
     where the recipe has several tasks."""
-    resolve_play(folder, recipe, temperature=temperature)
+    _require_one_task(recipe)
     (setting,) = build_settings(model, folder, recipe, version=version, temperature=temperature)
     return setting
 
