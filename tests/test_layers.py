@@ -14,7 +14,7 @@ import estr
 from estr import errors
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "errors", "options", "config"),
+    ("types", "errors", "options", "config", "recipe_files", "blocking"),
     (
         "logprobs",
         "advantages",
@@ -32,6 +32,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "environment",
         "chat",
         "grading",
+        "killable",
         "math_grading",
         "functions",
         "records",
@@ -78,12 +79,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "resume",
         "run",
         "runs",
+        "results",
         "replay",
         "report",
         "lab",
         "bench",
         "display",
         "check",
+        "api",
     ),
     ("cluster", "integrations"),
     ("estr", "cli", "__main__"),
@@ -100,6 +103,7 @@ FORBIDDEN: dict[int, frozenset[str]] = {
 
 EXPORTS: dict[str, str] = {
     "estr.advantages": "group_advantages is_zero_variance",
+    "estr.api": "train resume_run export read_recipe",
     "estr.batch": "Batch make_batches scatter_back",
     "estr.config": "Recipe load_recipe recipe_from_table correction_options read_options",
     "estr.corrections": "TokenColumns Verdict Correction CORRECTIONS build_correction",
@@ -110,6 +114,7 @@ EXPORTS: dict[str, str] = {
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
     "estr.report": "Budget Report build_report render write_report",
+    "estr.results": "TrainResult HeldOut read_run",
     "estr.types": "COLUMNS RolloutId Consumption SamplingSettings Segment Trajectory Turn",
     "estr.weights": "FileWeightStore MemoryWeightStore WeightStore",
 }

@@ -18,12 +18,12 @@ from estr.environment import Reply, ScriptedEnvironment
 from estr.environments import build_task, build_tasks
 from estr.errors import ConfigError
 from estr.evaluation_result import EvalResult
-from estr.evaluations import Accuracy
+from estr.evaluations import mean_and_interval
 from estr.options.run import CurriculumOptions
 from estr.options.tasks import entries
 from estr.problems import Problems, check_curriculum
 from estr.rollout_state import SegmentPool
-from estr.subject import find_subject
+from estr.subject import find_subject, resolve_play
 from estr.types import RolloutId, SamplingSettings, Segment, Trajectory
 from loop_parts import STOP, CoinTask, build, recipe
 
@@ -218,8 +218,10 @@ def test_one_of_the_tasks_is_chosen_by_its_label(tmp_path: Path) -> None:
     run = tmp_path / "mixed"
     run.mkdir()
     (run / "config.toml").write_text(recipe_from_table(TWO).to_toml())
-    with pytest.raises(ConfigError, match="--task with one of easy, hard"):
-        find_subject(run, weights="start")
+    whole = find_subject(run, weights="start")
+    assert len(entries(whole.recipe.task)) == 2
+    with pytest.raises(ConfigError, match=r"not 2 \(easy, hard\); say --task NAME"):
+        resolve_play(whole.folder, whole.recipe, temperature=1.0)
     subject = find_subject(run, task="hard", weights="start")
     assert subject.recipe.task == {"name": "calculator", "num_terms": 4}
     other = find_subject(run, task="lookup", weights="start")
@@ -298,7 +300,8 @@ def test_accuracy_over_tasks_is_their_mean() -> None:
         fields = dict.fromkeys(EvalResult.__dataclass_fields__)
         return EvalResult(**{**fields, "avg_at_k": average, "avg_interval": (lower, 1.0)})
 
-    assert Accuracy.of(3, [result(0.5, 0.4)]) == (3, 0.5, 0.4)
-    both = Accuracy.of(3, [result(0.5, 0.2), result(1.0, 0.6)])
-    assert both.accuracy == 0.75
-    assert both.lower == pytest.approx(0.75 - 0.5 / 2)
+    assert mean_and_interval([result(0.5, 0.4)]) == (0.5, 0.4, 1.0)
+    mean, low, high = mean_and_interval([result(0.5, 0.2), result(1.0, 0.6)])
+    assert mean == 0.75
+    assert low == pytest.approx(0.75 - 0.5 / 2)
+    assert high == pytest.approx(0.75 + 0.5 / 2)

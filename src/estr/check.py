@@ -10,7 +10,6 @@ the very path that a rollout takes (tokenizer, budgets, stop tokens, grader).
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import tomllib
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from . import blocking
 from .chat import Codec
 from .config import Recipe, load_recipe, recipe_from_table
 from .engine import ScriptedEngine
@@ -151,7 +151,9 @@ def _codec(recipe: Recipe, findings: Findings) -> Codec:
     ignored = ignored_sampling_settings(folder)
     if ignored:
         findings.notes.append(f"its generation_config is not applied: {ignored}")
-    return Codec(load_tokenizer(folder))
+    codec = Codec(load_tokenizer(folder))
+    findings.notes += codec.habits()
+    return codec
 
 
 def _correction(recipe: Recipe, findings: Findings) -> None:
@@ -183,8 +185,10 @@ def _play_gold_answers(
             turns = task.gold(split, problem)
             setting = _setting(recipe, task, codec, sampling, split, turns)
             name = RolloutId(0, problem, 0)
-            work = run_rollout(setting, name, problem, dispatch_version=0, deadline_version=0)
-            trajectory = asyncio.run(work)
+            play = partial(
+                run_rollout, setting, name, problem, dispatch_version=0, deadline_version=0
+            )
+            trajectory = blocking.run(play)
             if split == "train" and problem < NUM_SHOWN:
                 findings.shown.append(trajectory if turns else _prompt_of(trajectory))
             complaint = _complaint(trajectory, played=bool(turns))

@@ -17,10 +17,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from . import blocking
 from .config import Recipe
 from .environment import Task
 from .errors import ConfigError, EngineError, WeightsError
@@ -162,7 +164,7 @@ def _check_request(problems: Sequence[int], k: int, seed: int, concurrency: int)
 
 
 def evaluate_model(
-    source: str | Path,
+    source: str | os.PathLike[str],
     *,
     task: str | None = None,
     k: int | None = None,
@@ -191,8 +193,8 @@ def evaluate_model(
 
 
 def compare_models(
-    source: str | Path,
-    against: str | Path,
+    source: str | os.PathLike[str],
+    against: str | os.PathLike[str],
     *,
     task: str | None = None,
     k: int | None = None,
@@ -238,9 +240,10 @@ def _evaluate_subject(subject: Subject, out: Path | None) -> EvalResult:
     recipe = subject.recipe
     with torch_threads(recipe.engine.threads), _rollouts_in(out, subject) as kept:
         setting = _setting(subject)
-        work = _evaluate_first(setting, recipe, recipe.eval.problems, recipe.eval.k, kept)
         try:
-            result = asyncio.run(work)
+            result = blocking.run(
+                lambda: _evaluate_first(setting, recipe, recipe.eval.problems, recipe.eval.k, kept)
+            )
         finally:
             if kept is not None:
                 kept.write_transcripts()
@@ -288,7 +291,7 @@ def sample_rollouts(
                 await asyncio.gather(*(_rollout(setting, recipe.seed, p) for p in problems))
             )
 
-        return asyncio.run(play()), setting.codec.decode
+        return blocking.run(play), setting.codec.decode
 
 
 def _setting(subject: Subject) -> RolloutSetting:

@@ -28,23 +28,27 @@ class EvaluatorClient(Protocol):
 
 
 class Accuracy(NamedTuple):
-    """One evaluation: held-out accuracy of a version, and the lower end of its interval. Of several
-    tasks: the mean over them, whatever their weights, and the interval of that mean (independent
-    samples: half-widths add as squares)."""
+    """One evaluation: held-out accuracy of a version, and the lower end of its interval; of several
+    tasks as in `mean_and_interval`."""
 
     version: int
     accuracy: float
     lower: float
 
-    @classmethod
-    def of(cls, version: int, results: Sequence[EvalResult]) -> Accuracy:
-        """What the evaluations of all tasks of a run come to."""
-        averages = [float(result.avg_at_k) for result in results]
-        below = [a - float(r.avg_interval[0]) for a, r in zip(averages, results, strict=True)]
-        mean = sum(averages) / len(averages)
-        if len(results) == 1:
-            return cls(version, mean, float(results[0].avg_interval[0]))
-        return cls(version, mean, mean - math.hypot(*below) / len(averages))
+
+def mean_and_interval(results: Sequence[EvalResult]) -> tuple[float, float, float]:
+    """(accuracy, low, high). Of several tasks: the mean over them, whatever their weights, and the
+    interval of that mean (the samples are independent: distances to the ends add as squares)."""
+    if len(results) == 1:
+        low, high = results[0].avg_interval
+        return float(results[0].avg_at_k), float(low), float(high)
+    averages = [float(result.avg_at_k) for result in results]
+    ends = [result.avg_interval for result in results]
+    below = math.hypot(*(a - low for a, (low, _) in zip(averages, ends, strict=True)))
+    above = math.hypot(*(high - a for a, (_, high) in zip(averages, ends, strict=True)))
+    number = len(results)
+    mean = sum(averages) / number
+    return mean, mean - below / number, mean + above / number
 
 
 @dataclass(slots=True)
@@ -69,7 +73,7 @@ class Evaluations:
             return None
         results = await self.evaluator.evaluate(version, num_problems)
         best = max((entry.lower for entry in self.found), default=-1.0)
-        entry = Accuracy.of(version, results)
+        entry = Accuracy(version, *mean_and_interval(results)[:2])
         self.found.append(entry)
         self.on_result(entry, results)
         if entry.lower > best and self.model_best is not None:

@@ -31,7 +31,7 @@ from .buffer import MIN_SCORED, Buffer, StepResult, TrainingGroup
 from .config import Recipe
 from .diagnostics import task_diagnostics
 from .errors import EngineError, EstrError, Interrupted, WeightsError
-from .evaluations import Accuracy, Evaluations
+from .evaluations import Accuracy, Evaluations, mean_and_interval
 from .groups import Group, Groups
 from .members import Members, finished_trajectories, unpack_members
 from .metrics import Metrics
@@ -396,7 +396,13 @@ class Loop:
     def _evaluated(self, accuracy: Accuracy, results: Sequence[EvalResult]) -> None:
         self._account_time()
         problems, version = sum(result.num_problems for result in results), accuracy.version
-        row = {"eval/accuracy": accuracy.accuracy, "eval/problems": float(problems)}
+        mean, low, high = mean_and_interval(results)
+        row = {
+            "eval/accuracy": mean,
+            "eval/accuracy_low": low,
+            "eval/accuracy_high": high,
+            "eval/problems": float(problems),
+        }
         if len(results) > 1:
             row |= {f"eval/{result.task}/accuracy": result.avg_at_k for result in results}
         self.writer.write(step=self.step, version=version, wall_s=self.wall_s, values=row)

@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import math
 import shutil
-import signal
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import blocking
 from .checkpoint import Checkpoints, saved_columns
 from .config import Recipe
 from .engines.process import EngineProcess
@@ -72,7 +72,9 @@ def train(
     if replay is not None:
         _require_replayable(recipe, RunFolder.open(replay))
     going_on = None if resume is None else _Resume(resume, accept_changes)
-    return asyncio.run(_train(recipe, reporter or SilentReporter(), runs, going_on, replay))
+    return blocking.run(
+        lambda: _train(recipe, reporter or SilentReporter(), runs, going_on, replay)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -334,7 +336,6 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
 @contextlib.contextmanager
 def _stopped_by_signals(reporter: Reporter) -> Iterator[asyncio.Event]:
     """An event that the first SIGINT or SIGTERM sets; the second cancels the run at once."""
-    running = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
     stop = asyncio.Event()
@@ -346,18 +347,10 @@ def _stopped_by_signals(reporter: Reporter) -> Iterator[asyncio.Event]:
         stop.set()
         reporter.message("stopping after the step in progress; once more stops at once")
 
-    installed = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Not the main thread, or no such thing on this platform: Python's own handling stays.
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            running.add_signal_handler(number, on_signal)
-            installed.append(number)
     try:
-        yield stop
+        with blocking.interrupts_go_to(on_signal):
+            yield stop
     except asyncio.CancelledError as error:
         if not stop.is_set():
             raise
         raise Interrupted("stopped before training began") from error
-    finally:
-        for number in installed:
-            running.remove_signal_handler(number)

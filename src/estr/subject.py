@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .config import Recipe, load_recipe
 from .errors import ConfigError, DataError
-from .options.tasks import entries
+from .options.tasks import MIX, entries
 from .rollout import RolloutSetting
 from .run_folder import RunFolder
 from .types import SamplingSettings
@@ -53,7 +54,7 @@ class Subject:
 
 
 def find_subject(
-    source: str | Path,
+    source: str | os.PathLike[str],
     *,
     task: str | None = None,
     overrides: Sequence[str] = (),
@@ -62,23 +63,24 @@ def find_subject(
 ) -> Subject:
     """A run folder, a run's name under `runs`, or a model, in this order.
 
-    task: plays that task with its default options, unless it is the recipe's own. overrides: keys
+    task: plays that task with its default options, unless it is the recipe's own, or one of its own
+    by label; without it a recipe of several tasks keeps them all, which can be looked at, not played. overrides: keys
     of the recipe, as in load_recipe. A task that is not that of the run brings its `eval_settings`
     along; they stand above the recipe and below the overrides. Raises ConfigError, or DataError
     naming what was looked for.
     """
+    source = os.fspath(source)
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
     own = {e.label: e.table for e in entries(load_recipe(recipe_file).task)}
-    if task is None and len(own) > 1:
-        raise ConfigError(f"{source} has several tasks; say --task with one of {', '.join(own)}")
-    chosen = own[task] if task in own else next(iter(own.values()))
-    if task is not None and task not in own:
-        overrides = [f"task={json.dumps(task)}", *overrides]
-    elif len(own) > 1:
-        overrides = [*_as_overrides(chosen), *overrides]
+    chosen = "" if task is None else task
+    if chosen in own and len(own) > 1:
+        overrides = [*_as_overrides(own[chosen]), *overrides]
+    elif chosen and chosen not in own:
+        overrides = [f"task={json.dumps(chosen)}", *overrides]
     recipe = load_recipe(recipe_file, overrides)
-    if run is None or recipe.task["name"] != chosen["name"]:
+    known = {MIX, *(table["name"] for table in own.values())}
+    if run is None or recipe.task["name"] not in known:
         recipe = load_recipe(recipe_file, [*_eval_settings(recipe), *overrides])
     if run is not None and weights != "start":
         folder = run.model_best if weights == "best" else run.model_last
@@ -91,7 +93,7 @@ def find_subject(
         return Subject(folder, recipe, run, version)
     if run is not None:
         return Subject(model_folder(recipe), recipe, run, 0)
-    recipe = dataclasses.replace(recipe, model=str(source))
+    recipe = dataclasses.replace(recipe, model=source)
     try:
         folder = model_folder(recipe)
     except DataError as error:
@@ -128,9 +130,9 @@ def model_folder(recipe: Recipe, tell: Callable[[str], None] = lambda line: None
     )
 
 
-def find_run(source: str | Path, runs: Path) -> RunFolder | None:
+def find_run(source: str | os.PathLike[str], runs: Path) -> RunFolder | None:
     """The run folder at that path, or of that name under `runs`; None if there is none."""
-    for path in (Path(source), runs / source):
+    for path in (Path(source), runs / Path(source)):
         if (path / "config.toml").is_file():
             return RunFolder.open(path)
     return None

@@ -21,6 +21,7 @@ from ..errors import ConfigError, EstrError, Interrupted
 from .bench import bench
 from .check import check
 from .evaluate import evaluate
+from .export import export
 from .ledger import ledger
 from .report import report
 from .runs import runs
@@ -32,6 +33,7 @@ COMMANDS: tuple[click.Command, ...] = (
     train,
     evaluate,
     sample,
+    export,
     ledger,
     report,
     check,

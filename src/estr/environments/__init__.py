@@ -31,6 +31,7 @@ TASKS: dict[str, str] = {
     "gsm8k": "estr.environments.gsm8k:Gsm8kTask",
     "lookup": "estr.environments.lookup:LookupTask",
     "math": "estr.environments.math_problems:MathTask",
+    "reasoning_gym": "estr.environments.reasoning_gym:ReasoningGymTask",
 }
 """The shipped tasks: name -> "module:Class"."""
 
