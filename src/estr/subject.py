@@ -63,11 +63,11 @@ def find_subject(
 ) -> Subject:
     """A run folder, a run's name under `runs`, or a model, in this order.
 
-    task: plays that task with its default options, unless it is the recipe's own, or one of its own
-    by label; without it a recipe of several tasks keeps them all, which can be looked at, not played. overrides: keys
-    of the recipe, as in load_recipe. A task that is not that of the run brings its `eval_settings`
-    along; they stand above the recipe and below the overrides. Raises ConfigError, or DataError
-    naming what was looked for.
+    task: plays that task with its default options, unless it is the recipe's own, or the label of
+    one of several. Without it a recipe of several tasks keeps them all; it cannot be played then.
+    overrides: keys of the recipe, as in load_recipe. A task that is not that of the run brings its
+    `eval_settings` along; they stand above the recipe and below the overrides. Raises ConfigError,
+    or DataError naming what was looked for.
     """
     source = os.fspath(source)
     run = find_run(source, runs)
