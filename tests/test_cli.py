@@ -39,6 +39,7 @@ COMMANDS = [
     "sample",
     "export",
     "ledger",
+    "replay",
     "report",
     "check",
     "runs",
@@ -466,6 +467,12 @@ def test_bench_names_what_it_knows() -> None:
     message = error_of(run("bench", "warp"))
     assert "'warp'" in message
     assert all(name in message for name in BENCHMARKS)
+
+
+def test_peers_are_of_one_benchmark_and_must_be_there(tmp_path: Path) -> None:
+    assert "not of engine" in error_of(run("bench", "engine", "--peers", tmp_path))
+    message = error_of(run("bench", "logprobs", "--quick", "--peers", tmp_path))
+    assert "conformance/install.py trl" in message
 
 
 @pytest.mark.parametrize("module", BENCHMARKS.values())

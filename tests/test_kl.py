@@ -88,8 +88,8 @@ def test_the_loss_has_the_denominators_of_the_step() -> None:
 def test_coefficient_zero_keeps_no_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     own = trainer()
     passes = []
-    score = own._score
-    monkeypatch.setattr(own, "_score", lambda *given: passes.append(given) or score(*given))
+    score = own.score
+    monkeypatch.setattr(own, "score", lambda *given: passes.append(given) or score(*given))
     (result,) = own.train([draw_groups(own.model)])
     assert own.reference is None
     assert len(passes) == 1

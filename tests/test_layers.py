@@ -16,6 +16,7 @@ from estr import errors
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("types", "errors", "options", "config", "recipe_files", "blocking"),
     (
+        "tiled_head",
         "logprobs",
         "advantages",
         "corrections",
@@ -110,9 +111,11 @@ EXPORTS: dict[str, str] = {
     "estr.diagnostics": "token_diagnostics trajectory_diagnostics",
     "estr.engine": "Engine Request ScriptedEngine",
     "estr.environment": "Action Environment Reply ScriptedEnvironment Task",
-    "estr.ledger": "LedgerWriter find_parts missing_parts open_ledger parts_up_to supersede_after",
+    "estr.ledger": "LedgerWriter find_parts missing_parts open_ledger parts_up_to read_step "
+    "supersede_after",
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
+    "estr.replay": "Gradients Replay judge replay_corrections replay_gradients",
     "estr.report": "Budget Report build_report render write_report",
     "estr.results": "TrainResult HeldOut read_run",
     "estr.types": "COLUMNS RolloutId Consumption SamplingSettings Segment Trajectory Turn",

@@ -202,7 +202,7 @@ def test_gradient_checkpointing_gives_equal_gradients() -> None:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            own._score(own._cut(groups)[0])
+            own.score(own._cut(groups)[0])
         saved.append(sum(kept))
         (result,) = own.train([groups])
         states.append((result.metrics.to_row()["grad_norm"], own.master_state()))

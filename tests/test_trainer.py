@@ -198,13 +198,13 @@ def test_a_proximal_pass_is_made_only_when_asked_for(
 ) -> None:
     own = trainer(**table)
     without_gradient = []
-    score = own._score
+    score = own.score
 
     def counted(batch):
         without_gradient.append(not torch.is_grad_enabled())
         return score(batch)
 
-    monkeypatch.setattr(own, "_score", counted)
+    monkeypatch.setattr(own, "score", counted)
     number = table.get("num_minibatches", 1)
     own.train([draw_groups(own.model, seed=i) for i in range(number)])
     assert sum(without_gradient) == passes

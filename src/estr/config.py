@@ -11,6 +11,7 @@ Unknown keys are refused at every level, with the nearest known one. No torch is
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -244,6 +245,41 @@ def _homes() -> dict[str, list[str]]:
     return homes
 
 
+def correction_entries(text: str) -> tuple[Table, ...]:
+    """The `correction` tables that one line describes: NAME, or NAME:key=value,key=value, several
+    of them joined by +, as in "estr:tau=0.5,surrogate=none + tis:level=geometric". A correction of
+    one's own is "module:Class" or "module:Class:key=value". Values are read as those of --set are.
+
+    Raises ConfigError on text of another form, unknown names, keys and values.
+    """
+    parts = re.split(r"\s*\+\s*(?=[A-Za-z_])", text.strip())  # not the + of 1e+3
+    entries = []
+    for i, part in enumerate(parts):
+        name, colon, options = part.rpartition(":")
+        if "=" not in options:
+            name, colon, options = part, "", ""
+        entry: Table = {"name": name.strip()}
+        for option in options.split(",") if colon else ():
+            key, equals, value = option.partition("=")
+            if not (equals and key.strip() and name):
+                raise ConfigError(
+                    f"correction {text!r}: {option.strip()!r} is not of the form key=value; "
+                    "write NAME:key=value,key=value, several corrections joined by +"
+                )
+            entry[key.strip()] = _toml_value(value)
+        correction_options(entry, _correction_place(i, len(parts)))
+        entries.append(entry)
+    return tuple(entries)
+
+
+def _toml_value(text: str) -> Any:
+    """A value of the command line: TOML, or the text itself where it is not."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
 def _explain(error: str, cls: Any, table: Mapping[str, Any], place: str) -> str:
     """msgspec's message with the full path of the key, its value and what it may be."""
     text, _, path = error.partition(" - at `$")
@@ -286,10 +322,7 @@ def _apply_override(table: Table, override: str) -> None:
     path = key.strip().split(".")
     if not equals or not all(path):
         raise ConfigError(f"--set {override!r} is not of the form key=value")
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
+    value = _toml_value(text)
     defaults = Recipe()
     open_defaults: Table = {"task": defaults.task, "correction": defaults.correction[0]}
     node = table

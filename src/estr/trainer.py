@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .adapters import add_adapters
-from .batch import Batch, make_batches, scatter_back
+from .batch import Batch, make_batches, scatter_back, token_places
 from .buffer import StepResult, TrainingGroup
 from .corrections import build_correction, for_step
 from .corrections.base import WHOLE_STEP, Correction, TokenColumns, concatenate
@@ -178,7 +178,7 @@ class Trainer:
         distance is paid for in the reward."""
         with torch.no_grad(), reference.in_force():
             cut = [
-                [with_reference(b, self._score(b, reference.head)[0]) for b in batches]
+                [with_reference(b, self.score(b, reference.head)[0]) for b in batches]
                 for batches in cut
             ]
         if self.recipe.kl.place == "loss":
@@ -195,7 +195,7 @@ class Trainer:
         if "proximal_logprobs" not in needs or (len(cut) == 1 and WHOLE_STEP not in needs):
             return [[None] * len(batches) for batches in cut]
         with torch.no_grad():
-            return [[self._score(batch)[0].detach() for batch in batches] for batches in cut]
+            return [[self.score(batch)[0].detach() for batch in batches] for batches in cut]
 
     def _step(
         self,
@@ -260,11 +260,9 @@ class Trainer:
     ) -> tuple[Tensor, PolicyLoss]:
         """Forward and backward of one micro-batch; returns the policy log-probs of its eligible
         tokens and its part of the loss."""
-        policy, entropies = self._score(batch)
+        policy, entropies = self.score(batch)
         columns = token_columns(batch, policy, proximal)
-        denominators = batch.denominators
-        if isinstance(denominators, torch.Tensor):
-            denominators = denominators.expand_as(batch.loss_mask)[batch.loss_mask]
+        denominators = batch.token_denominators()
         result = policy_loss(columns, correction, denominators=denominators)
         metrics.merge(
             token_diagnostics(columns, result, policy_entropies=entropies, target_version=target)
@@ -286,7 +284,7 @@ class Trainer:
         self.weights.collect_gradients()
         return policy.detach(), result
 
-    def _score(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
+    def score(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
         """(log-probs with gradient, entropies) of the eligible tokens, flat and in row order. head:
         of another model than the trained one."""
         head = head or self._head
@@ -346,11 +344,12 @@ def consumptions_of(
     """What a step made of each trajectory. parts[b]: (policy log-probs, loss) of batches[b]'s
     eligible tokens; proximal[b]: their proximal log-probs, None for all where no pass was made."""
     trajectories = [t for g in groups for t in g.trajectories]
+    places = token_places(batches, trajectories)
 
     def columns(tensors: Sequence[Tensor], nothing: Any) -> Sequence[Any]:
         if not tensors:  # nothing to learn: there are no batches
             return [np.full(t.num_tokens, nothing) for t in trajectories]
-        return scatter_back(batches, tensors, trajectories)
+        return scatter_back(batches, tensors, trajectories, places=places)
 
     passes = [tensor for tensor in proximal if tensor is not None]
     references = [b.ref_logprobs for b in batches if b.ref_logprobs is not None]

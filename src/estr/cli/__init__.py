@@ -23,6 +23,7 @@ from .check import check
 from .evaluate import evaluate
 from .export import export
 from .ledger import ledger
+from .replay import replay
 from .report import report
 from .runs import runs
 from .sample import sample
@@ -35,6 +36,7 @@ COMMANDS: tuple[click.Command, ...] = (
     sample,
     export,
     ledger,
+    replay,
     report,
     check,
     runs,
