@@ -44,6 +44,7 @@ COMMANDS = [
     "check",
     "runs",
     "bench",
+    "lab",
     "warmstart",
 ]
 

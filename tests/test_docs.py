@@ -25,7 +25,7 @@ from estr.models import resolve_model
 from estr.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 """One story from its first line to its last: test_tutorial.py plays it."""
 DOCUMENTS = [path for path in DOCUMENTS if path.is_file() and path != TUTORIAL]

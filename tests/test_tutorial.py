@@ -52,6 +52,8 @@ def play(line: str) -> None:
 @pytest.mark.timeout(900)  # two short runs and three other programs, on whatever else runs there
 def test_the_tutorial_can_be_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
+    # An example has a module of the same name, which its own test may have imported.
+    monkeypatch.delitem(sys.modules, "my_reward", raising=False)
     played = set()
     for language, file, text in pieces():
         if language == "console":

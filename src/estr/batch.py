@@ -48,6 +48,7 @@ class Batch:
     step lacks it.
     versions: int32, NOT_SAMPLED where not sampled. advantages: float32, sequence_ids: int64, the
     index of the row's trajectory; both are constant along a row, padding included.
+    ref_logprobs: float32, NaN where not trained on; None where there is no reference.
     denominators: see make_batches. num_sampled_tokens, num_groups: of the whole optimizer step.
     No tensor requires a gradient.
     """
@@ -65,6 +66,7 @@ class Batch:
     num_groups: int
     rows: tuple[Row, ...]
     behavior_gini: Tensor | None = None
+    ref_logprobs: Tensor | None = None
 
     def token_denominators(self) -> float | Tensor:
         """The denominators of the eligible tokens alone, flat and in row order."""

@@ -25,14 +25,19 @@ from .errors import ConfigError
 from .options.corrections import CORRECTION_OPTIONS, require
 from .options.run import (
     CheckpointOptions,
+    CurriculumOptions,
     EngineOptions,
     EvalOptions,
+    KlOptions,
+    LoraOptions,
     LossOptions,
     RolloutOptions,
     SamplingOptions,
     TrainerOptions,
+    WandbOptions,
 )
 from .options.suggest import suggest
+from .options.tasks import MIX, entries
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -48,7 +53,7 @@ class Recipe:
     """"builtin", "smollm2-135m-instruct", "warmstart" or "warmstart:SEED" (a small decoder that has
     seen the task played, badly), or the folder of a Hugging Face causal LM."""
     task: Table = field(default_factory=lambda: {"name": "calculator"})
-    """A name and its options."""
+    """A name and its options; several (`[[task]]`) are mixed by weight, docs/several-tasks.md."""
     correction: tuple[Table, ...] = ({"name": "estr"},)
     """One correction or several: masks and weights multiply, at most one brings a surrogate."""
     seed: int = 0
@@ -80,10 +85,14 @@ class Recipe:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     loss: LossOptions = field(default_factory=LossOptions)
+    kl: KlOptions = field(default_factory=KlOptions)
+    curriculum: CurriculumOptions = field(default_factory=CurriculumOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    wandb: WandbOptions = field(default_factory=WandbOptions)
 
     def __post_init__(self) -> None:
         require(
@@ -154,7 +163,7 @@ def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
     """A validated Recipe from nested dicts. Raises ConfigError."""
     table = dict(table)
     if "task" in table:
-        table["task"] = _named(table["task"], "task")
+        table["task"] = _task(table["task"])
     if "correction" in table:
         entries = table["correction"]
         entries = entries if isinstance(entries, list | tuple) else [entries]
@@ -167,6 +176,17 @@ def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
     for i, entry in enumerate(recipe.correction):
         correction_options(entry, _correction_place(i, len(recipe.correction)))
     return recipe
+
+
+def _task(entry: Any) -> Table:
+    """The `task` key: a name, a table, or several."""
+    if isinstance(entry, list | tuple) and len(entry) == 1:
+        entry = entry[0]
+    if isinstance(entry, list | tuple):
+        entry = {"name": MIX, "tasks": list(entry)}
+    table = _named(entry, "task")
+    entries(table)
+    return table
 
 
 def _correction_place(index: int, number: int) -> str:

@@ -42,6 +42,7 @@ from .subject import (
     Subject,
     WhichWeights,
     build_setting,
+    build_settings,
     find_subject,
     stamp_version,
     torch_threads,
@@ -347,22 +348,24 @@ class EvaluatorHost:
         self._recipe = recipe
         self._store = store
         self._model = load_model(folder, dtype=recipe.engine.dtype, device=recipe.engine.device)
-        self._setting = build_setting(
+        self._settings = build_settings(
             self._model, folder, recipe, version=-1, temperature=recipe.eval.temperature
         )
 
-    def evaluate(self, version: int, num_problems: int, k: int) -> EvalResult:
-        """Load that version and evaluate it. Raises WeightsError if the store no longer has it."""
+    def evaluate(self, version: int, num_problems: int, k: int) -> list[EvalResult]:
+        """Load that version and evaluate it on each task, one after the other. Raises WeightsError
+        if the store no longer has it."""
         return asyncio.run(self._evaluate(version, num_problems, k))
 
-    async def _evaluate(self, version: int, num_problems: int, k: int) -> EvalResult:
-        if self._setting.engine.version != version:
-            await self._setting.engine.load(version, self._store, "recompute")
-        return await _evaluate_first(self._setting, self._recipe, num_problems, k)
+    async def _evaluate(self, version: int, num_problems: int, k: int) -> list[EvalResult]:
+        engine = self._settings[0].engine
+        if engine.version != version:
+            await engine.load(version, self._store, "recompute")
+        return [await _evaluate_first(s, self._recipe, num_problems, k) for s in self._settings]
 
     def export(self, folder: Path) -> None:
         """The weights evaluated last as a Hugging Face folder, which remembers their version."""
         from .models import load_tokenizer, save_model
 
-        stamp_version(self._model, self._setting.engine.version)
+        stamp_version(self._model, self._settings[0].engine.version)
         save_model(self._model, load_tokenizer(self._folder), folder)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -23,7 +24,9 @@ from .evaluations import Evaluations
 from .evaluator_process import EvaluatorProcess
 from .ledger import LedgerWriter
 from .loop import Loop
+from .machine import check_devices, check_packages
 from .metrics import MetricsWriter
+from .problems import check_curriculum
 from .progress import Reporter, SilentReporter
 from .resume import Saved, find_saved, set_aside
 from .rollout import RolloutSetting
@@ -39,9 +42,10 @@ from .schedule import (
     Schedule,
     read_lineage,
 )
-from .subject import data_fingerprint, model_folder, resolve_play
+from .subject import data_fingerprint, model_folder, resolve_plays
 from .trainer_process import TrainerProcess
 from .types import Finding
+from .wandb_log import WandbLog
 from .weights import FileWeightStore
 from .worker import busy_share, guard_share
 
@@ -167,13 +171,16 @@ class _Processes:
 async def _train(
     recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
 ) -> Summary:
+    check_packages(recipe)
+    check_devices(recipe)
     model = model_folder(recipe, reporter.message)
-    play = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
+    plays = resolve_plays(model, recipe, temperature=recipe.sampling.temperature)
+    check_curriculum(recipe, [task for task, _, _ in plays])
     folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume.run)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.locked())
         stop = stack.enter_context(_stopped_by_signals(reporter))
-        data = data_fingerprint(play[0])
+        data = " ".join(data_fingerprint(task) for task, _, _ in plays)
         saved = None
         if resume is not None:
             saved = find_saved(folder, recipe, data=data, accept_changes=resume.accept_changes)
@@ -189,15 +196,23 @@ async def _train(
             weights_folder(folder, _bytes_needed(model, recipe)), keep=recipe.max_staleness + 2
         )
         stack.callback(shutil.rmtree, store.folder, ignore_errors=True)
+        also = _logs(recipe, folder)
+        for log in also:
+            stack.callback(log.close)
         processes = await _Processes.start(model, recipe, store, folder, replay)
         try:
+            settings = [
+                RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
+                for play in plays
+            ]
             from_step = saved.state["step"] if saved else 0
-            writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step))
+            writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step, also=also))
             loop = Loop(
                 recipe,
-                RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine"),
+                settings[0],
                 processes.trainer,
                 store,
+                other_settings=settings[1:],
                 reporter=reporter,
                 writer=writer,
                 evaluations=Evaluations(recipe.eval, processes.evaluator, folder.model_best),
@@ -218,6 +233,11 @@ async def _train(
             await processes.close()
 
 
+def _logs(recipe: Recipe, folder: RunFolder) -> list[WandbLog]:
+    """What is told the metrics besides the run's own files."""
+    return [WandbLog(folder.path, recipe)] if recipe.wandb.project else []
+
+
 def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
     """What writes the run's ledger; None where the recipe wants none."""
     if not recipe.ledger:
@@ -227,8 +247,15 @@ def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
 
 
 def _bytes_needed(model: Path, recipe: Recipe) -> int:
-    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
-    return (recipe.max_staleness + 2) * size * _BYTES_PER_WEIGHT[recipe.engine.dtype] // 4
+    """By all versions that the store keeps, in the type that the engine takes."""
+    from safetensors import safe_open
+
+    count = 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            names = file.keys()  # it cannot be iterated over itself
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    return (recipe.max_staleness + 2) * count * _BYTES_PER_WEIGHT[recipe.engine.dtype]
 
 
 def _schedule(

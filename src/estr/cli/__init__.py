@@ -22,6 +22,7 @@ from .bench import bench
 from .check import check
 from .evaluate import evaluate
 from .export import export
+from .lab import lab
 from .ledger import ledger
 from .replay import replay
 from .report import report
@@ -41,6 +42,7 @@ COMMANDS: tuple[click.Command, ...] = (
     check,
     runs,
     bench,
+    lab,
     warmstart,
 )
 
