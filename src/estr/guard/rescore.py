@@ -231,7 +231,7 @@ def score_unit(unit: Unit, score: Score) -> tuple[Unit, Scores]:
 def pick(
     trajectories: Sequence[Trajectory], number: int, *, kv: KVPolicy, retained: Sequence[int]
 ) -> Unit | None:
-    """The tokens to be scored again, for the time number `number`: of three times twice those on
+    """The tokens to be scored again, for the time number `number`: of three times once those on
     both sides of a switch of weights, if there is one, else those of the next trajectory in turn,
     of one version. None: nothing can be."""
     units = [(t, s) for t in trajectories for s in range(len(t.segments))]
@@ -240,7 +240,7 @@ def pick(
         return None
     start = number * 7919 % len(units)
     order = units[start:] + units[:start]
-    if number % 3 < 2:
+    if number % 3 == 0:
         switched = next(((t, s) for t, s in order if _num_versions(t.segments[s]) > 1), None)
         order = [switched, *order] if switched is not None else order
     for trajectory, index in order[:4]:
@@ -265,7 +265,7 @@ def unit_of(
     if not len(places):
         return None
     versions = np.unique(segment.versions[places])
-    wanted = 2 if number % 3 < 2 else 1
+    wanted = 2 if number % 3 == 0 else 1
     first = number // 3 % max(1, len(versions) - wanted + 1)
     places = places[np.isin(segment.versions[places], versions[first : first + wanted])]
     turns = tuple(turn for turn in trajectory.turns if turn.segment == index)
