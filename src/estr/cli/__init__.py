@@ -23,6 +23,7 @@ from .check import check
 from .evaluate import evaluate
 from .lab import lab
 from .ledger import ledger
+from .report import report
 from .runs import runs
 from .sample import sample
 from .train import train
@@ -33,6 +34,7 @@ COMMANDS: tuple[click.Command, ...] = (
     evaluate,
     sample,
     ledger,
+    report,
     check,
     runs,
     bench,
