@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 import torch
 
+from estr.corrections import build_correction
+from estr.lab import gradients
 from estr.lab.archive import Archive, policy_logprobs, sampled_column
 from estr.lab.experiments import fidelity, find_experiment, scaling, switches
 from estr.lab.fits import fit_line, fit_power, fit_tails, seed_interval
-from estr.lab.gradients import products
 from estr.lab.lab import Lab, write_report
 from estr.lab.moments import binned_sums, divergences, token_scale
 from estr.lab.noise_statistics import likelihood, rare_excess, spread
@@ -164,20 +165,30 @@ def test_a_token_is_held_against_its_matches_only():
 # Gradients
 
 
-def test_products_of_independent_halves():
-    a, b = torch.tensor([2.0, 1.0]), torch.tensor([2.0, -1.0])
-    r, s = torch.tensor([1.0, 1.0]), torch.tensor([1.0, -1.0])
-    assert products(r, s, a, b) == pytest.approx(
-        {"own": 0.0, "cross": 2.0 / 5, "reference": 3.0 / 5, "size": 2.0 / 5}
-    )
-    with pytest.raises(ValueError, match="no group"):
-        products(r, s, 0 * a, 0 * b)
+def test_progress_along_a_direction_is_the_product_of_gradients(archive):
+    drawn = archive.draw(Staleness(inter=1), "int3", 4)
+    batch = gradients._batch(archive, drawn)
+    before = [p.detach().clone() for p in archive.run.trainer.parameters.values()]
+    v = gradients.gradient(archive, gradients._batch(archive, drawn[:16]))
+    changes = gradients.changes_along(archive, batch, v)
+    policy = gradients._policy(archive, batch)
+    for entry in ({"name": "none"}, {"name": "estr", "tau": 0.05}):
+        rule = build_correction([entry])
+        coefficients, kept = gradients.coefficients_of(batch, policy, rule)
+        whole = gradients.gradient(archive, batch, rule)
+        assert float(coefficients @ changes) == pytest.approx(float(whole @ v), rel=0.02)
+        assert (kept < 1.0) == (entry["name"] == "estr")
+    after = archive.run.trainer.parameters.values()
+    assert all(torch.equal(p, old) for p, old in zip(after, before, strict=True))
 
 
-def test_the_cosine_is_that_of_expected_gradients():
-    assert fidelity.cosine(np.array([0.3, 0.5, 0.5])) == pytest.approx(0.6)
-    assert fidelity.norm_ratio(np.array([0.3, 0.5, 2.0])) == pytest.approx(0.5)
-    assert math.isnan(fidelity.cosine(np.array([0.3, -0.1, 0.5])))
+def test_cosines_are_relative_to_a_fresh_batch():
+    sums = np.array([3.0, 4.0, 6.0, 16.0])
+    assert fidelity.progress(sums) == pytest.approx(0.5)
+    assert fidelity.norm(sums) == pytest.approx(0.5)
+    assert fidelity.cosine(sums) == pytest.approx(1.0)
+    assert fidelity.cosine(np.array([0.0, 0.0, 6.0, 16.0])) == 0.0
+    assert math.isnan(fidelity.progress(np.array([1.0, 1.0, -0.1, 1.0])))
 
 
 # One tiny run of each
@@ -218,7 +229,7 @@ def test_a_tiny_run_gives_a_report(name, tmp_path, monkeypatch):
         sums = switches.pooled(report.rows)["1 switch", "random", "recompute"]
         assert sums["0"]["tokens"].sum() > 0
     else:
-        assert measures == set(fidelity.PRODUCTS)
+        assert measures == {*fidelity.MEASURES, "cosine"}
         kept = {r["method"]: r["value"] for r in report.rows if r["measure"] == "kept"}
         assert kept["none"] == kept["fresh"] == 1.0
         assert kept["estr, tau 0.2"] < kept["estr"] < 1.0

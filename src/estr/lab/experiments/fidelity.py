@@ -7,6 +7,7 @@ import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -23,21 +24,22 @@ from ..table import Row
 
 TITLE = "gradients of the rules against the on-policy gradient"
 
-STEPS = 40
-GROUPS = 24
-REFERENCE_GROUPS = 48
-QUICK = (10, 8, 16)
+STEPS = 25
+GROUPS = 64
+NORM_GROUPS = 12
+QUICK = (10, 8, 4)
 """With --quick, in the same order, in the first regime alone."""
-COMPARED = {5e-4: ("M", "D"), 2e-3: ("D", "MD")}
+COMPARED = {5e-4: ("M",), 2e-3: ("D", "MD")}
 """Learning rate of the weights' history -> regimes."""
 
 LEFT_OUT = ("dual_clip", "kpop")
+RIVALS = ("none", "icepop", "kpop, phi 0.05", "dppo", "estr_token", "estr_sequence")
 
-PRODUCTS = ("own", "cross", "reference", "size", "kept")
+MEASURES = ("progress", "square", "kept")
 
 Interval = tuple[float, float]
-Pools = dict[tuple[str, str], dict[str, dict[int, float]]]
-"""(regime, method) -> measure -> seed -> value"""
+Pools = dict[tuple[str, str], dict[str, Floats]]
+"""(regime, method) -> measure -> [seeds]"""
 
 
 def corrections() -> dict[str, Any]:
@@ -50,7 +52,7 @@ def corrections() -> dict[str, Any]:
 
 def jobs(lab: Lab) -> list[Job]:
     """One for each learning rate and seed."""
-    steps, groups, reference_groups = QUICK if lab.quick else (STEPS, GROUPS, REFERENCE_GROUPS)
+    steps, groups, norm_groups = QUICK if lab.quick else (STEPS, GROUPS, NORM_GROUPS)
     return [
         Job(
             {"lr": lr, "seed": seed},
@@ -67,7 +69,7 @@ def jobs(lab: Lab) -> list[Job]:
                 },
                 "corrections": corrections(),
                 "groups": groups,
-                "reference_groups": reference_groups,
+                "norm_groups": norm_groups,
             },
             function="estr.lab.gradients:measure",
         )
@@ -78,100 +80,102 @@ def jobs(lab: Lab) -> list[Job]:
 
 def run(lab: Lab) -> Report:
     rows = lab.run(jobs(lab))
-    pools = pooled(rows)
-    found = measured(pools)
+    found = measured(pooled(rows))
     panels = {
         regime: {m: [value.cosine[0]] for (its, m), value in found.items() if its == regime}
         for regime in dict.fromkeys(regime for regime, _ in found)
     }
-    draw = functools.partial(figures.dots, panels, ylabel="cosine to the on-policy gradient")
-    return Report(
-        rows, claims(found), {"gradients [95 % over seeds]": lines(found)}, draw if panels else None
+    draw = functools.partial(
+        figures.dots, panels, ylabel="cosine to on-policy, over a fresh batch's", lines={"fresh": 1}
     )
+    tables = {"gradients [95 % over seeds]": lines(found), "the reference": reference_lines(rows)}
+    return Report(rows, claims(found), tables, draw if panels else None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fidelity:
-    """Of a rule's expected gradient: cosine to the on-policy one, norm over its norm, both with
-    intervals over seeds. noise: mean square of a batch's gradient over that of a fresh batch. kept:
-    share of tokens. sums [seeds, 3]: cross, own, reference."""
+    """Of a rule, each over a fresh batch's with its interval over seeds. progress: along the
+    on-policy gradient; norm: of a batch's gradient; cosine = progress / norm, the cheap selector:
+    how far a step of given norm goes along the on-policy gradient. kept: share of tokens. sums
+    [seeds, 4]: progress, square, and those of the fresh batch."""
 
     sums: Floats
+    progress: tuple[float, Interval]
+    norm: tuple[float, Interval]
     cosine: tuple[float, Interval]
-    norm_ratio: tuple[float, Interval]
-    noise: float
     kept: float
 
 
 def pooled(rows: Sequence[Row]) -> Pools:
-    """Products by seed; those of fresh rollouts at each learning rate as a regime of their own."""
-    rows = [row for row in rows if row["measure"] in PRODUCTS]
+    """Values by seed; a fresh batch stands under the regimes of its learning rate as "fresh"."""
+    rows = [row for row in rows if row["measure"] in MEASURES]
+    seeds = {seed: i for i, seed in enumerate(sorted({row["seed"] for row in rows}))}
+    regimes = {row["regime"]: row["lr"] for row in rows if row["regime"] != ON_POLICY}
     pools: Pools = {}
     for row in rows:
         fresh = row["regime"] == ON_POLICY
-        regime = f"{ON_POLICY}, lr {row['lr']:g}" if fresh else row["regime"]
-        pools.setdefault((regime, row["method"]), {}).setdefault(row["measure"], {})[
-            row["seed"]
-        ] = row["value"]
+        for regime in [r for r, lr in regimes.items() if lr == row["lr"]] if fresh else [""]:
+            values = pools.setdefault((regime or row["regime"], row["method"]), {})
+            values.setdefault(row["measure"], np.zeros(len(seeds)))[seeds[row["seed"]]] = row[
+                "value"
+            ]
     return pools
 
 
 def measured(pools: Pools) -> dict[tuple[str, str], Fidelity]:
     found = {}
-    for (regime, method), by_seed in pools.items():
-        fresh = pools[f"{ON_POLICY}, lr {regime.rpartition('lr ')[2]}", "fresh"]
-        seeds = sorted(by_seed["own"])
-        sums = np.array(
-            [[by_seed[name][seed] for name in ("cross", "own", "reference")] for seed in seeds]
-        )
-        size = sum(by_seed["size"].values()) / sum(fresh["size"].values())
-        kept = sum(by_seed["kept"].values()) / len(seeds)
+    for (regime, method), own in pools.items():
+        fresh = pools[regime, "fresh"]
+        if method == "fresh":
+            continue
+        columns = [values[name] for values in (own, fresh) for name in ("progress", "square")]
+        sums = np.stack(columns, axis=1)
         found[regime, method] = Fidelity(
             sums,
-            (cosine(sums.sum(axis=0)), seed_interval(cosine, sums)),
-            (norm_ratio(sums.sum(axis=0)), seed_interval(norm_ratio, sums)),
-            size,
-            kept,
+            progress=(progress(sums.sum(axis=0)), seed_interval(progress, sums)),
+            norm=(norm(sums.sum(axis=0)), seed_interval(norm, sums)),
+            cosine=(cosine(sums.sum(axis=0)), seed_interval(cosine, sums)),
+            kept=float(own["kept"].mean()),
         )
     return found
 
 
+def progress(sums: Floats) -> float:
+    """Of sums over seeds (progress, square, and those of the fresh batch): over the fresh one's;
+    NaN where that is not above 0."""
+    own, _, fresh, _ = sums.tolist()
+    return own / fresh if fresh > 0 else math.nan
+
+
+def norm(sums: Floats) -> float:
+    """The root of the squares' ratio."""
+    _, own, _, fresh = sums.tolist()
+    return math.sqrt(own / fresh) if fresh > 0 else math.nan
+
+
 def cosine(sums: Floats) -> float:
-    """cross / sqrt(own * reference) of the sums over seeds (cross, own, reference); NaN where an
-    estimated square is not above 0. May exceed 1 by its noise."""
-    cross, own, reference = sums.tolist()
-    return cross / math.sqrt(own * reference) if min(own, reference) > 0 else math.nan
-
-
-def norm_ratio(sums: Floats) -> float:
-    """sqrt(own / reference), as above."""
-    _, own, reference = sums.tolist()
-    return math.sqrt(own / reference) if min(own, reference) > 0 else math.nan
-
-
-def projection(value: Fidelity) -> float:
-    """The cheap selector: how far a step goes along the on-policy gradient, were all of one norm:
-    cosine over the root of the batch's mean square, in units of a fresh batch's."""
-    return value.cosine[0] * value.norm_ratio[0] / math.sqrt(value.noise)
+    """progress / norm; 0 of a rule that masks everything."""
+    length = norm(sums)
+    return progress(sums) / length if length != 0 else 0.0
 
 
 def claims(found: Mapping[tuple[str, str], Fidelity]) -> list[Claim]:
-    regimes = [r for r in dict.fromkeys(regime for regime, _ in found) if ON_POLICY not in r]
+    regimes = list(dict.fromkeys(regime for regime, _ in found))
     made = []
-    for other in ("none", "icepop", "kpop, phi 0.05", "dppo", "estr_token", "estr_sequence"):
+    for rival in RIVALS:
         results: dict[str, bool | None] = {}
         told = []
         for regime in regimes:
-            value, (low, high) = _difference(found[regime, "estr"], found[regime, other])
+            value, (low, high) = _difference(found[regime, "estr"], found[regime, rival])
             results[regime] = True if low > 0 else False if high < 0 else None
             told.append(f"{regime}: {value:+.2f} [{low:+.2f}, {high:+.2f}]")
         made.append(
             Claim(
-                f"the gradient of estr is nearer to the on-policy one than that of {other}",
+                f"the gradient of estr is nearer to the on-policy one than that of {rival}",
                 "ESTR keeps the gradient's direction",
                 "; ".join(told),
                 answer(results),
-                "difference of the cosines of expected gradients, same rollouts, paired by seed",
+                "difference of the relative cosines, same rollouts, paired by seed",
             )
         )
     return made
@@ -179,32 +183,41 @@ def claims(found: Mapping[tuple[str, str], Fidelity]) -> list[Claim]:
 
 def _difference(first: Fidelity, second: Fidelity) -> tuple[float, Interval]:
     def of(sums: Floats) -> float:
-        return cosine(sums[:3]) - cosine(sums[3:])
+        return cosine(sums[:4]) - cosine(sums[4:])
 
     pairs = np.concatenate([first.sums, second.sums], axis=1)
     return of(pairs.sum(axis=0)), seed_interval(of, pairs)
 
 
 def lines(found: Mapping[tuple[str, str], Fidelity]) -> list[dict[str, str]]:
-    """Best selector first within each regime."""
-    ordered = sorted(found.items(), key=lambda item: (item[0][0], -_rank(item[1])))
+    """The highest cosine first within each regime."""
+    ordered = sorted(found.items(), key=lambda item: (item[0][0], -item[1].cosine[0]))
     return [
         {
             "regime": regime,
             "method": method,
-            "cosine": _told(*value.cosine),
-            "norm ratio": _told(*value.norm_ratio),
-            "mean square of a batch": f"{value.noise:.2f}",
-            "selector": f"{projection(value):.2f}",
+            "relative cosine": _told(*value.cosine),
+            "norm ratio": _told(*value.norm),
+            "progress": _told(*value.progress),
             "kept": f"{100 * value.kept:.1f} %",
         }
         for (regime, method), value in ordered
     ]
 
 
-def _rank(value: Fidelity) -> float:
-    found = projection(value)
-    return -math.inf if math.isnan(found) else found
+def reference_lines(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """How well the halves of the on-policy gradient agree."""
+    found: dict[float, list[float]] = {}
+    for row in rows:
+        if row["measure"] == "cosine":
+            found.setdefault(row["lr"], []).append(row["value"])
+    return [
+        {
+            "lr": f"{lr:g}",
+            "cosine of the halves": f"{fmean(v):.2f} ({min(v):.2f} to {max(v):.2f})",
+        }
+        for lr, v in found.items()
+    ]
 
 
 def _told(value: float, interval: Interval) -> str:
