@@ -6,6 +6,7 @@ number; `statistic` brings its interval over seeds. ValueError or NaN: too few t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +63,7 @@ def statistic(
 
     nothing = np.zeros_like(sums["tokens"])
     found = np.stack([sums.get(name, nothing) for name in names], axis=1)
+    found = found[sums["tokens"].any(axis=1)]  # a task may have fewer seeds than another
     return value(found.sum(axis=0)), seed_interval(value, found)
 
 
@@ -139,9 +141,11 @@ def tails(sums: Sums, where: str) -> dict[str, Tail]:
     found = {}
     for side, own in counts.items():
         try:
-            found[side] = fit_tails(TAIL_EDGES, own[: len(TAIL_EDGES) + 1], total)
+            fits = fit_tails(TAIL_EDGES, own[: len(TAIL_EDGES) + 1], total)
         except ValueError:
             continue
+        if not math.isnan(fits.gaussian.r2):  # as many beyond every edge: no law to tell
+            found[side] = fits
     return found
 
 
