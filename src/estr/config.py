@@ -80,6 +80,8 @@ class Recipe:
     """Keep a schedule that a replay can follow bit for bit on the same machine."""
     ledger: bool = True
     """Record every trained token in ledger/; docs/ledger.md."""
+    guard: typing.Literal["off", "warn", "stop"] = "warn"
+    """What happens when a check finds that the data is not what it claims to be; docs/guard.md."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)

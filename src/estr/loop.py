@@ -41,7 +41,7 @@ from .progress import Reporter
 from .rollout import RolloutSetting
 from .rollout_state import Columns, SegmentPool
 from .schedule import Position, Schedule
-from .types import RolloutId, Segment, Trajectory
+from .types import Finding, RolloutId, Segment, Trajectory
 from .weights import WeightStore
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Loop:
         ledger: LedgerWriter | None = None,
         watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
         gauges: Callable[[], dict[str, float]] = dict,
+        canaries: Callable[[], Coroutine[Any, Any, list[Finding]]] | None = None,
         stop: asyncio.Event | None = None,
         schedule: Schedule | None = None,
         engine_position: Callable[[], Position | None] = lambda: None,
@@ -88,6 +89,8 @@ class Loop:
         self.ledger = ledger
         self.watchers = watchers
         self.gauges = gauges
+        self.canaries = canaries
+        """Asks the guard whether the engine computes with the weights that it claims."""
         self.schedule = schedule or Schedule()
         self.engine_position = engine_position
         self.groups = Groups(
@@ -117,6 +120,8 @@ class Loop:
         self._clock = time.monotonic()
         self._saved_at = time.monotonic()
         self._saved_step = -1
+        self._found = Metrics()
+        self._shown: set[tuple[str, str]] = set()
         self._checkpoint_s = 0.0
         self._stop = stop or asyncio.Event()
         self._woken = asyncio.Event()
@@ -143,6 +148,7 @@ class Loop:
                 for group in self.groups:
                     if group.state == "running":
                         self._start_group(group)
+                self._ask_canaries()
                 endless = [
                     self._spawn(self._dispatch_groups(), "dispatch"),
                     self._spawn(self._bring_versions(), "bring versions"),
@@ -158,6 +164,7 @@ class Loop:
         finally:
             self._running = False
             self._account_time()
+            self.totals.merge(self._found)
             if self.ledger is not None:
                 await self.ledger.close()
         self._members.note_leftover()
@@ -315,6 +322,9 @@ class Loop:
     def _record(self, groups: list[TrainingGroup], result: StepResult) -> None:
         self.step = result.step
         self._account_time()
+        self._note_findings(result.findings, f"before step {result.step}")
+        result.metrics.merge(self._found)
+        self._found = Metrics()
         if len(self.settings) > 1:
             result.metrics.merge(task_diagnostics([t for g in groups for t in g.trajectories]))
         self.totals.merge(result.metrics)
@@ -367,6 +377,7 @@ class Loop:
                 self.schedule.note("load", version=version)
                 self._woken.set()
                 self._loaded.set()
+                self._ask_canaries()
 
     def _version_due(self) -> int | None:
         """The version that the engine should have and has not; None: it is up to date."""
@@ -377,6 +388,27 @@ class Loop:
             return newest
         planned = self.schedule.upcoming("load")
         return None if planned is None or planned["version"] > newest else planned["version"]
+
+    # -- guard --------------------------------------------------------------------------------
+
+    def _ask_canaries(self) -> None:
+        if self.canaries is not None:
+            self._spawn(self._check_canaries(self.canaries), "canaries")
+
+    async def _check_canaries(
+        self, canaries: Callable[[], Coroutine[Any, Any, list[Finding]]]
+    ) -> None:
+        self._note_findings(await canaries(), f"after step {self.step}")
+
+    def _note_findings(self, findings: Sequence[Finding], when: str) -> None:
+        """Count them; each kind is shown once."""
+        for finding in findings:
+            self._found.add_sum(f"guard/{finding.check}/{finding.kind}", 1.0)
+            if (finding.check, finding.kind) not in self._shown:
+                self._shown.add((finding.check, finding.kind))
+                self.reporter.message(
+                    f"guard, {when}: {finding.check}, {finding.kind}: {finding.message}"
+                )
 
     # -- evaluation ---------------------------------------------------------------------------
 

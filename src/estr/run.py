@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import math
 import shutil
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,9 +44,10 @@ from .schedule import (
 )
 from .subject import data_fingerprint, model_folder, resolve_plays
 from .trainer_process import TrainerProcess
+from .types import Finding
 from .wandb_log import WandbLog
 from .weights import FileWeightStore
-from .worker import busy_share
+from .worker import busy_share, guard_share
 
 _BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
 
@@ -148,6 +150,20 @@ class _Processes:
         """Shares of wall time that the processes spent at work since the last step."""
         return {"engine_busy": self.engine.take_busy(), "trainer_busy": self.trainer.busy}
 
+    async def statistics(self) -> list[dict[str, float]]:
+        """Of engine and trainer, and the CPU time of this process."""
+        own = {"cpu_s": time.process_time(), "guard_s": 0.0}
+        return [await self.engine.statistics(), await self.trainer.statistics(), own]
+
+    def canaries(self, recipe: Recipe) -> Callable[[], Coroutine[Any, Any, list[Finding]]]:
+        """What the engine draws behind fixed prompts, judged by the trainer's guard."""
+
+        async def check() -> list[Finding]:
+            drawn = await self.engine.probe(recipe.sampling.temperature)
+            return await self.trainer.check_canaries(drawn, self.engine.seen)
+
+        return check
+
     async def close(self) -> None:
         await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
 
@@ -204,6 +220,7 @@ async def _train(
                 ledger=_ledger(recipe, folder),
                 watchers=processes.watchers(recipe),
                 gauges=processes.gauges,
+                canaries=None if recipe.guard == "off" else processes.canaries(recipe),
                 stop=stop,
                 schedule=schedule,
                 engine_position=lambda: processes.engine.position,
@@ -275,10 +292,11 @@ async def _run(
         loop.reporter.started(recipe, folder, loop.step)
         if not loop.evaluations.found and not loop.stopping:
             await loop.evaluations.evaluate(version, recipe.eval.final_problems)
-        before = [await processes.engine.statistics(), await processes.trainer.statistics()]
+        before = await processes.statistics()
         await loop.run()
-        after = [await processes.engine.statistics(), await processes.trainer.statistics()]
-        shares = [busy_share(a, b) for a, b in zip(before, after, strict=True)]
+        after = await processes.statistics()
+        shares = [busy_share(a, b) for a, b in zip(before[:2], after[:2], strict=True)]
+        shares.append(guard_share(before, after))
         # What was learned is safe before anything else can fail.
         await loop.checkpoint()
         version = await processes.trainer.publish()
@@ -323,11 +341,17 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
         rho_mask=float(row.get("rho_mask") or 0.0),
         engine_busy=round(shares[0], 4),
         trainer_busy=round(shares[1], 4),
+        guard_share=round(shares[2], 5),
         dropped_groups=sum(int(row.get(f"{kind}_groups") or 0) for kind in ("failed", "leftover")),
         statuses={
             name.removeprefix("attempts/"): int(value or 0)
             for name, value in row.items()
             if name.startswith("attempts/")
+        },
+        findings={
+            name.removeprefix("guard/"): int(value or 0)
+            for name, value in row.items()
+            if name.startswith("guard/")
         },
         seed=recipe.seed,
     )

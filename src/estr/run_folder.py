@@ -34,7 +34,9 @@ from .errors import ConfigError, DataError
 class Summary:
     """What came of a run. Accuracies are held-out (None: not measured); best_accuracy is that of
     model/best, which has the highest lower end of its interval; staleness is over the
-    trained trajectories; engine_busy and trainer_busy are shares of the training's wall time."""
+    trained trajectories; engine_busy and trainer_busy are shares of the training's wall time;
+    guard_share is the guard's of the CPU time of engine, trainer and controller during it;
+    findings: how often the guard found what, by check and kind."""
 
     name: str
     steps: int
@@ -52,8 +54,10 @@ class Summary:
     rho_mask: float
     engine_busy: float
     trainer_busy: float
+    guard_share: float
     dropped_groups: int
     statuses: dict[str, int]
+    findings: dict[str, int]
     seed: int
 
 

@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +223,54 @@ def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float
     """Share of the wall time between two `statistics` of a host that it spent at work."""
     wall_s = after["wall_s"] - before["wall_s"]
     return (after["busy_s"] - before["busy_s"]) / wall_s if wall_s > 0 else 0.0
+
+
+class CpuBudget:
+    """A share of CPU time, for work that may be left out: of this process's since this was made,
+    and of others', as far as their `statistics` were given to `share_with`. The first time it is
+    never left out, and never more than twice in a row, whatever it costs."""
+
+    def __init__(self, share: float = 0.01) -> None:
+        self.share = share
+        self.spent_s = 0.0
+        self._since_s = time.process_time()
+        self._left_out = 2
+        self._others: Mapping[str, float] = {"cpu_s": 0.0, "guard_s": 0.0}
+
+    def share_with(self, others: Mapping[str, float]) -> None:
+        """Another process's latest statistics."""
+        self._others = others
+
+    def allows(self) -> bool:
+        """May the work be done now? To be asked once for each time that it is due."""
+        cpu_s = time.process_time() - self._since_s + self._others["cpu_s"]
+        within = self.spent_s + self._others["guard_s"] <= self.share * cpu_s
+        self._left_out = 0 if within or self._left_out == 2 else self._left_out + 1
+        return self._left_out == 0
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """What is done inside counts."""
+        clock = time.process_time()
+        try:
+            yield
+        finally:
+            self.spent_s += time.process_time() - clock
+
+    def statistics(self) -> dict[str, float]:
+        """cpu_s of this process and guard_s, what was spent of it, since the start."""
+        return {"cpu_s": time.process_time(), "guard_s": self.spent_s}
+
+
+def guard_share(
+    before: Sequence[Mapping[str, float]], after: Sequence[Mapping[str, float]]
+) -> float:
+    """Share of the CPU time between two `statistics` of several hosts that the guard took."""
+    spent, cpu = (
+        sum(b[key] - a[key] for a, b in zip(before, after, strict=True))
+        for key in ("guard_s", "cpu_s")
+    )
+    return spent / cpu if cpu > 0 else 0.0
 
 
 def _search_path() -> list[str]:
