@@ -182,7 +182,7 @@ def test_a_resume_without_its_schedule_is_refused_before_anything_changes(
     shutil.copytree(recorded, run)
     (run / "summary.json").unlink()
     if harm == "cut":
-        (run / log).write_bytes((run / log).read_bytes()[:200])
+        (run / log).write_bytes((run / log).read_bytes()[:20])
     else:
         (run / log).unlink()
     shutil.rmtree(sorted((run / "checkpoints").glob("step-*"))[-1])
