@@ -96,7 +96,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require(
-            bool(self.name) and not set(self.name) & set("/\\\0") and self.name not in (".", ".."),
+            self.name.isprintable()
+            and not set(self.name) & set("/\\")
+            and self.name not in ("", ".", ".."),
             f"name must be a plain folder name, not {self.name!r}",
         )
         for key in ("steps", "epochs", "groups_per_step", "num_minibatches", "publish_every"):

@@ -334,6 +334,12 @@ def portable(error: BaseException) -> EstrError:
     return WorkerError(f"{type(error).__name__}: {error}{place}")
 
 
+def _log_traceback() -> None:
+    """Into the log; on a full disk only the error itself is told, over the channel."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+
+
 def _serve(channel: _Channel, host: Any) -> None:
     deferred = frozenset(getattr(host, "deferred", ()))
     busy = getattr(host, "busy", lambda: False)
@@ -350,7 +356,7 @@ def _serve(channel: _Channel, host: Any) -> None:
                         continue
                     result = getattr(host, method)(*args)
                 except Exception as error:  # noqa: BLE001 - the border where errors become data
-                    traceback.print_exc()
+                    _log_traceback()
                     result = portable(error)
                 if number != _NO_ANSWER:
                     answers.append((number, result))
@@ -394,7 +400,7 @@ def main(argv: list[str]) -> None:
             if torch is not None:
                 torch.set_num_threads(threads)
         except Exception as error:  # noqa: BLE001 - the border where errors become data
-            traceback.print_exc()
+            _log_traceback()
             channel.send([(number, portable(error))])
             return
         channel.send([(number, None)])
