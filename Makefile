@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: train test browser lint types smollm2 chaos conformance clean help
+.PHONY: train test browser lint types smollm2 chaos faults conformance clean help
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -46,8 +46,11 @@ KILLS ?= 200
 chaos: $(SETUP) ## kill runs KILLS times, resume them, count what was lost
 	$(BIN)/python tools/chaos --kills $(KILLS)
 
+faults: $(SETUP) ## inject faults into runs, count which ones the guard names
+	$(BIN)/python tools/faults
+
 # Needs the package index; not part of the gate.
-conformance: $(SETUP) ## compare our losses with those of verl, TRL, OpenRLHF, AReaL
+conformance: $(SETUP) ## compare our losses with those of verl, TRL, OpenRLHF, AReaL; test our adapters
 	$(BIN)/python conformance/install.py
 	$(BIN)/python conformance/run.py
 

@@ -45,8 +45,10 @@ SUMMARY = Summary(
     rho_mask=0.00031,
     engine_busy=0.93,
     trainer_busy=0.71,
+    guard_share=0.004,
     dropped_groups=4,
     statuses={"ok": 15360},
+    findings={},
     seed=0,
 )
 

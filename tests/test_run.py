@@ -72,7 +72,18 @@ def test_the_summary_has_every_field_and_they_agree_with_the_metrics(finished: P
     assert 0 < summary["trainer_busy"] <= 1
     assert 0 < summary["engine_busy"] <= 1
     assert sum(summary["statuses"].values()) >= 8 * 4 * 4
-    for field in ("wall_s", "tokens_per_s", "rho_mask", "dropped_groups", "seed", "intra_mean"):
+    assert summary["findings"] == {}
+    assert sum(r["guard_rescored_tokens"] for r in steps if "guard_rescored_tokens" in r) > 0
+    assert max(r.get("guard_gap") or 0.0 for r in steps) < 1e-4
+    for field in (
+        "wall_s",
+        "guard_share",
+        "tokens_per_s",
+        "rho_mask",
+        "dropped_groups",
+        "seed",
+        "intra_mean",
+    ):
         assert field in summary
 
 

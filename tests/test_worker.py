@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
@@ -37,6 +38,16 @@ async def test_errors_keep_their_class_or_are_described() -> None:
         await worker.call("fail", False, timeout_s=10)
     assert await worker.call("add", 1, timeout_s=10) == 1
     await worker.close()
+
+
+async def test_a_log_that_cannot_be_written_hides_no_error() -> None:
+    worker = await Worker.start("w", "worker_hosts:Plain", {}, log=Path("/dev/full"))
+    try:
+        with pytest.raises(WorkerError, match="KeyError: 'unknown'"):
+            await worker.call("fail", False, timeout_s=30)
+        assert await worker.call("add", 1, timeout_s=30) == 1
+    finally:
+        await worker.close()
 
 
 async def test_a_factory_that_fails_is_reported() -> None:

@@ -19,7 +19,7 @@ from .advantages import AdvantageKind, VarianceOf, group_advantages
 from .errors import GroupsError, StalenessError, Stalled
 from .groups import Group, Groups
 from .metrics import Metrics
-from .types import SCORED_STATUSES, Consumption, Trajectory
+from .types import SCORED_STATUSES, Consumption, Finding, Trajectory
 
 MIN_SCORED = 2
 """Scored members below which a group fails: an advantage compares members."""
@@ -44,7 +44,7 @@ class StepResult:
     """What the trainer gives back of one optimizer step. target_version is the version that the
     loss was taken at, version the one after the step (the same if it was skipped). digest: of the
     weights, where this step's were published. consumptions: one for each trajectory, in the order
-    of the mini-batch's groups."""
+    of the mini-batch's groups. findings: what the guard found in the batch, with its first step."""
 
     step: int
     target_version: int
@@ -52,6 +52,7 @@ class StepResult:
     metrics: Metrics
     digest: str | None = None
     consumptions: tuple[Consumption, ...] = ()
+    findings: tuple[Finding, ...] = ()
 
     @property
     def skipped(self) -> bool:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -26,6 +27,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .evaluation_records import stretches
+from .options.tasks import title
 from .progress import Row
 
 if TYPE_CHECKING:
@@ -172,7 +174,7 @@ def result_lines(summary: Summary, folder: RunFolder) -> list[tuple[str, str]]:
         ("dropped groups", str(summary.dropped_groups)),
         ("results", f"{folder.path}: summary.json, metrics.jsonl, tensorboard/, log.txt"),
         ("model", f"{folder.model_best} and {folder.model_last.name}"),
-        ("look at it", f"estr sample {folder.path}"),
+        ("look at it", f"estr sample {shlex.quote(str(folder.path))}"),
     ]
 
 
@@ -383,8 +385,8 @@ def rollout_lines(trajectory: Trajectory, decode: Decode) -> Text:
 
 def _progress(recipe: Recipe, folder: RunFolder, first_step: int) -> RunProgress:
     corrections = " + ".join(str(entry["name"]) for entry in recipe.correction)
-    title = f"{folder.path}: {recipe.model} on {recipe.task['name']}, correction {corrections}"
-    return RunProgress(printable(title), recipe.steps, recipe.max_staleness, step=first_step)
+    heading = f"{folder.path}: {recipe.model} on {title(recipe.task)}, correction {corrections}"
+    return RunProgress(printable(heading), recipe.steps, recipe.max_staleness, step=first_step)
 
 
 def _grid(lines: Sequence[tuple[str, str]]) -> Table:

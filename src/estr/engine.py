@@ -78,6 +78,18 @@ class Engine(Protocol):
         ...
 
 
+CANARY_LENGTHS = (1, 24)
+
+
+def canary_contexts(vocab_size: int) -> list[Int32Array]:
+    """The fixed prompts that show whether an engine computes with the weights that it claims: one
+    of a single token, where positions play no part, and one that goes on from it. An engine that
+    offers `probe(temperature) -> list[Segment]` draws one token behind each, outside of all
+    requests; `estr.guard` compares."""
+    longest = ((np.arange(CANARY_LENGTHS[-1]) * 7919 + 5) % vocab_size).astype(np.int32)
+    return [longest[:length] for length in CANARY_LENGTHS]
+
+
 Script = Callable[[Request], Sequence[int]]
 
 

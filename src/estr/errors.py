@@ -10,6 +10,7 @@ EstrError
 |-- GraderError         grading failed (a status of the trajectory, never a reward)
 |-- NumericsError       a non-finite value where the mathematics forbids one
 |-- StalenessError      the staleness bound was about to be broken (a bug, never tolerated)
+|-- GuardError          the data is not what it claims to be, and guard = "stop"
 |-- GroupsError         a group was moved where its state forbids, or released twice (a bug)
 |-- Stalled             nothing finished within the time limit; says who waits for whom
 |-- WorkerError         a spawned process raised something unexpected, or did not answer in time
@@ -60,6 +61,10 @@ class NumericsError(EstrError):
 
 class StalenessError(EstrError):
     """The staleness bound was about to be broken."""
+
+
+class GuardError(EstrError):
+    """A check of the guard found that the data is not what it claims to be."""
 
 
 class GroupsError(EstrError):

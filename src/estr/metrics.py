@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -278,22 +278,36 @@ class Metrics:
         self._reducers[name] = old.merged(reducer)
 
 
+class MetricsLog(Protocol):
+    """Something else that is told every record. Who made it closes it."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """One record, as MetricsWriter.write makes it."""
+        ...
+
+
 class MetricsWriter:
     """Appends to RUN_FOLDER/metrics.jsonl, one JSON object a line, and to TensorBoard event files
-    in RUN_FOLDER/tensorboard.
+    in RUN_FOLDER/tensorboard. also: whatever else is to be told.
 
     A record exists exactly when its newline does: an unfinished one that a kill left behind is cut
     off when the file is opened again. Each record is handed to the system as soon as it is written.
     """
 
     def __init__(
-        self, run_folder: str | Path, *, tensorboard: bool = True, from_step: int = 0
+        self,
+        run_folder: str | Path,
+        *,
+        tensorboard: bool = True,
+        from_step: int = 0,
+        also: Sequence[MetricsLog] = (),
     ) -> None:
         folder = Path(run_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         cut_torn_tail(self.path)
         self._file = self.path.open("ab")
+        self._also = also
         self._board: Any = None
         if tensorboard:
             from tensorboardX import SummaryWriter
@@ -315,6 +329,8 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
+        for log in self._also:
+            log.log(record)
         if self._board is not None:
             for name, value in record.items():
                 if value is not None and name != "step":
@@ -365,9 +381,26 @@ def read_metrics(path: str | Path) -> MetricsFile:
             raise DataError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number} is not a JSON object")
+        if not isinstance(record.get("step"), int):
+            raise DataError(f"{path}, line {number} does not say of which step it is")
         records.append(record)
     torn = f"{path}, line {len(lines) + 1} is unfinished ({len(tail)} bytes)" if tail else None
     return MetricsFile(records, torn)
+
+
+def missing_steps(run_folder: str | Path, step: int) -> list[str]:
+    """A line if a run's metrics lack optimizer steps up to `step`. Raises DataError where they
+    cannot be read."""
+    path = Path(run_folder) / "metrics.jsonl"
+    try:
+        rows = read_metrics(path).records if path.exists() else []
+    except DataError as error:
+        raise DataError(f"{error}; remove what is broken of it, and the run goes on") from error
+    found = {row["step"] for row in rows if "loss" in row}
+    absent = [number for number in range(1, step + 1) if number not in found]
+    if not absent:
+        return []
+    return [f"{path} lacks {len(absent)} of the {step} steps so far, the first is {absent[0]}"]
 
 
 def supersede_after(run_folder: str | Path, step: int) -> None:

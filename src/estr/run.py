@@ -7,26 +7,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
+import math
+import shlex
 import shutil
-import signal
+import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from . import blocking
 from .checkpoint import Checkpoints, saved_columns
 from .config import Recipe
 from .engines.process import EngineProcess
-from .errors import ConfigError, EstrError, Interrupted
+from .errors import CheckpointError, ConfigError, DataError, EstrError, Interrupted
 from .evaluations import Evaluations
 from .evaluator_process import EvaluatorProcess
 from .ledger import LedgerWriter
 from .loop import Loop
+from .machine import check_devices, check_packages
 from .metrics import MetricsWriter
+from .problems import check_curriculum
 from .progress import Reporter, SilentReporter
-from .resume import Saved, find_saved, set_aside
+from .resume import Saved, find_replayed, find_saved, set_aside
 from .rollout import RolloutSetting
-from .run_folder import RunFolder, Summary, weights_folder
+from .run_folder import RunFolder, Summary, recipe_changes, weights_folder
 from .schedule import (
     ENGINE_FILE,
     LOOP_FILE,
@@ -36,12 +43,15 @@ from .schedule import (
     Position,
     Replay,
     Schedule,
-    read_lineage,
+    read_run_events,
+    require_whole_plan,
 )
-from .subject import data_fingerprint, model_folder, resolve_play
+from .subject import data_fingerprint, model_folder, resolve_plays
 from .trainer_process import TrainerProcess
+from .types import Finding
+from .wandb_log import WandbLog
 from .weights import FileWeightStore
-from .worker import busy_share
+from .worker import busy_share, guard_share
 
 _BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
 
@@ -66,9 +76,11 @@ def train(
     checkpoint intact.
     """
     if replay is not None:
-        _require_replayable(recipe, RunFolder.open(replay))
+        _replayable(recipe, RunFolder.open(replay))
     going_on = None if resume is None else _Resume(resume, accept_changes)
-    return asyncio.run(_train(recipe, reporter or SilentReporter(), runs, going_on, replay))
+    return blocking.run(
+        lambda: _train(recipe, reporter or SilentReporter(), runs, going_on, replay)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +89,9 @@ class _Resume:
     accept_changes: bool
 
 
-def _require_replayable(recipe: Recipe, recorded: RunFolder) -> None:
-    """Raises ConfigError unless `recorded` has a schedule and its recipe is this one."""
+def _replayable(recipe: Recipe, recorded: RunFolder) -> list[Event]:
+    """What the loop of `recorded` did. Raises ConfigError unless it has a schedule of this recipe
+    and of no other, DataError where that is not whole."""
     if not (recorded.path / ENGINE_FILE).is_file():
         raise ConfigError(
             f"{recorded.path} keeps no schedule of its engine; only a run with deterministic = "
@@ -87,6 +100,17 @@ def _require_replayable(recipe: Recipe, recorded: RunFolder) -> None:
     changed = [line for line in recorded.changes(recipe) if not line.startswith("name =")]
     if changed:
         raise ConfigError(f"a replay follows the recipe of its run; changed: {'; '.join(changed)}")
+    loop = read_run_events(recorded.path / LOOP_FILE)
+    recipes = [event for event in loop if event["event"] == "recipe"]
+    for before, after in pairwise(recipes):
+        if after != before:
+            raise ConfigError(
+                f"{recorded.path} was resumed with another recipe, so that none leads to all of "
+                f"it: {'; '.join(recipe_changes(before, after))}; replay a run of one recipe"
+            )
+    path = recorded.path / ENGINE_FILE
+    require_whole_plan(loop, read_run_events(path), path)
+    return loop
 
 
 @dataclass(slots=True)
@@ -142,6 +166,20 @@ class _Processes:
         """Shares of wall time that the processes spent at work since the last step."""
         return {"engine_busy": self.engine.take_busy(), "trainer_busy": self.trainer.busy}
 
+    async def statistics(self) -> list[dict[str, float]]:
+        """Of engine and trainer, and the CPU time of this process."""
+        own = {"cpu_s": time.process_time(), "guard_s": 0.0}
+        return [await self.engine.statistics(), await self.trainer.statistics(), own]
+
+    def canaries(self, recipe: Recipe) -> Callable[[], Coroutine[Any, Any, list[Finding]]]:
+        """What the engine draws behind fixed prompts, judged by the trainer's guard."""
+
+        async def check() -> list[Finding]:
+            drawn = await self.engine.probe(recipe.sampling.temperature)
+            return await self.trainer.check_canaries(drawn, self.engine.seen)
+
+        return check
+
     async def close(self) -> None:
         await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
 
@@ -149,20 +187,24 @@ class _Processes:
 async def _train(
     recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
 ) -> Summary:
+    check_packages(recipe)
+    check_devices(recipe)
     model = model_folder(recipe, reporter.message)
-    play = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
+    plays = resolve_plays(model, recipe, temperature=recipe.sampling.temperature)
+    check_curriculum(recipe, [task for task, _, _ in plays])
     folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume.run)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_disk_errors_named(folder))
         stack.enter_context(folder.locked())
         stop = stack.enter_context(_stopped_by_signals(reporter))
-        data = data_fingerprint(play[0])
+        data = " ".join(data_fingerprint(task) for task, _, _ in plays)
         saved = None
         if resume is not None:
             saved = find_saved(folder, recipe, data=data, accept_changes=resume.accept_changes)
             for note in saved.notes:
                 reporter.message(note)
-        replay = folder.replays(replay)
-        planned = None if replay is None else read_lineage(replay / LOOP_FILE)
+        replay = find_replayed(folder, saved, replay)
+        planned = None if replay is None else _replayable(recipe, RunFolder.open(replay))
         if saved is not None:
             set_aside(saved, folder, recipe)
         schedule = _schedule(folder, recipe, saved, planned)
@@ -171,15 +213,23 @@ async def _train(
             weights_folder(folder, _bytes_needed(model, recipe)), keep=recipe.max_staleness + 2
         )
         stack.callback(shutil.rmtree, store.folder, ignore_errors=True)
+        also = _logs(recipe, folder)
+        for log in also:
+            stack.callback(log.close)
         processes = await _Processes.start(model, recipe, store, folder, replay)
         try:
+            settings = [
+                RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
+                for play in plays
+            ]
             from_step = saved.state["step"] if saved else 0
-            writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step))
+            writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step, also=also))
             loop = Loop(
                 recipe,
-                RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine"),
+                settings[0],
                 processes.trainer,
                 store,
+                other_settings=settings[1:],
                 reporter=reporter,
                 writer=writer,
                 evaluations=Evaluations(recipe.eval, processes.evaluator, folder.model_best),
@@ -187,16 +237,36 @@ async def _train(
                 ledger=_ledger(recipe, folder),
                 watchers=processes.watchers(recipe),
                 gauges=processes.gauges,
+                canaries=None if recipe.guard == "off" else processes.canaries(recipe),
                 stop=stop,
                 schedule=schedule,
                 engine_position=lambda: processes.engine.position,
             )
             if saved is not None:
-                await processes.trainer.restore(saved.folder)
-                loop.restore(saved.state, saved_columns(saved.folder))
+                await _restore(saved, loop)
             return await _run(loop, processes, folder, saved)
         finally:
             await processes.close()
+
+
+def _logs(recipe: Recipe, folder: RunFolder) -> list[WandbLog]:
+    """What is told the metrics besides the run's own files."""
+    return [WandbLog(folder.path, recipe)] if recipe.wandb.project else []
+
+
+async def _restore(saved: Saved, loop: Loop) -> None:
+    """Trainer and loop as the checkpoint has them. Raises CheckpointError where it is malformed, or
+    its parts are of different moments."""
+    version = await loop.trainer.restore(saved.folder)
+    try:
+        loop.restore(saved.state, saved_columns(saved.folder))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{saved.folder}/state.json is malformed: {error!r}") from error
+    if version != loop.version:
+        raise CheckpointError(
+            f"checkpoint {saved.folder} holds weights of version {version} and groups of version "
+            f"{loop.version}; remove it to go on from the one before"
+        )
 
 
 def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
@@ -208,8 +278,15 @@ def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
 
 
 def _bytes_needed(model: Path, recipe: Recipe) -> int:
-    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
-    return (recipe.max_staleness + 2) * size * _BYTES_PER_WEIGHT[recipe.engine.dtype] // 4
+    """By all versions that the store keeps, in the type that the engine takes."""
+    from safetensors import safe_open
+
+    count = 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            names = file.keys()  # it cannot be iterated over itself
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    return (recipe.max_staleness + 2) * count * _BYTES_PER_WEIGHT[recipe.engine.dtype]
 
 
 def _schedule(
@@ -218,6 +295,7 @@ def _schedule(
     """The log of this run and the events of the run that it replays (planned), each from where
     the checkpoint stands."""
     at: dict[str, int] = saved.state["schedule"] if saved else {}
+    replay = None if planned is None else Replay(planned, at.get("replayed", 0))
     log = EventLog(folder.path / LOOP_FILE, keep_lines=at.get("lines"))
     if saved is None:
         log.write(
@@ -228,7 +306,7 @@ def _schedule(
             num_minibatches=recipe.num_minibatches,
             max_staleness=recipe.max_staleness,
         )
-    replay = None if planned is None else Replay(planned, at.get("replayed", 0))
+    log.write("recipe", **dataclasses.asdict(recipe))
     return Schedule(log, replay, deterministic=recipe.deterministic)
 
 
@@ -246,10 +324,16 @@ async def _run(
         loop.reporter.started(recipe, folder, loop.step)
         if not loop.evaluations.found and not loop.stopping:
             await loop.evaluations.evaluate(version, recipe.eval.final_problems)
-        before = [await processes.engine.statistics(), await processes.trainer.statistics()]
+        before = await processes.statistics()
         await loop.run()
-        after = [await processes.engine.statistics(), await processes.trainer.statistics()]
-        shares = [busy_share(a, b) for a, b in zip(before, after, strict=True)]
+        if loop.schedule.replay is not None and loop.step < recipe.steps:
+            loop.reporter.message(
+                f"the run that is replayed was recorded up to step {loop.step} of {recipe.steps}; "
+                "so far goes this one"
+            )
+        after = await processes.statistics()
+        shares = [busy_share(a, b) for a, b in zip(before[:2], after[:2], strict=True)]
+        shares.append(guard_share(before, after))
         # What was learned is safe before anything else can fail.
         await loop.checkpoint()
         version = await processes.trainer.publish()
@@ -267,9 +351,22 @@ async def _run(
     return summary
 
 
+@contextlib.contextmanager
+def _disk_errors_named(folder: RunFolder) -> Iterator[None]:
+    """A disk that is full or may not be written to ends the run with an error of its own."""
+    try:
+        yield
+    except (TimeoutError, ConnectionError):
+        raise
+    except OSError as error:
+        raise DataError(
+            f"{folder.path}: {error}; look at the space and the rights there{_hint(folder)}"
+        ) from error
+
+
 def _hint(folder: RunFolder) -> str:
     whole = Checkpoints(folder.checkpoints).complete()
-    return f"; go on with: estr train --resume {folder.path}" if whole else ""
+    return f"; go on with: estr train --resume {shlex.quote(str(folder.path))}" if whole else ""
 
 
 def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float]) -> Summary:
@@ -294,11 +391,17 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
         rho_mask=float(row.get("rho_mask") or 0.0),
         engine_busy=round(shares[0], 4),
         trainer_busy=round(shares[1], 4),
+        guard_share=round(shares[2], 5),
         dropped_groups=sum(int(row.get(f"{kind}_groups") or 0) for kind in ("failed", "leftover")),
         statuses={
             name.removeprefix("attempts/"): int(value or 0)
             for name, value in row.items()
             if name.startswith("attempts/")
+        },
+        findings={
+            name.removeprefix("guard/"): int(value or 0)
+            for name, value in row.items()
+            if name.startswith("guard/")
         },
         seed=recipe.seed,
     )
@@ -307,7 +410,6 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
 @contextlib.contextmanager
 def _stopped_by_signals(reporter: Reporter) -> Iterator[asyncio.Event]:
     """An event that the first SIGINT or SIGTERM sets; the second cancels the run at once."""
-    running = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
     stop = asyncio.Event()
@@ -319,18 +421,10 @@ def _stopped_by_signals(reporter: Reporter) -> Iterator[asyncio.Event]:
         stop.set()
         reporter.message("stopping after the step in progress; once more stops at once")
 
-    installed = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Not the main thread, or no such thing on this platform: Python's own handling stays.
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            running.add_signal_handler(number, on_signal)
-            installed.append(number)
     try:
-        yield stop
+        with blocking.interrupts_go_to(on_signal):
+            yield stop
     except asyncio.CancelledError as error:
         if not stop.is_set():
             raise
         raise Interrupted("stopped before training began") from error
-    finally:
-        for number in installed:
-            running.remove_signal_handler(number)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
 from .buffer import StepResult, TrainingGroup
 from .config import Recipe
+from .types import Finding, Segment
 from .weights import WeightStore
-from .worker import Worker, busy_share, require_determinism
+from .worker import CpuBudget, Worker, busy_share, require_determinism
 
 _FILE_TIMEOUT_S = 600.0
 
@@ -19,6 +21,13 @@ class TrainerClient(Protocol):
 
     async def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
         """One optimizer step per mini-batch; publishes the newest version when it is due."""
+        ...
+
+    async def check_canaries(
+        self, canaries: Sequence[Segment], engine: Mapping[str, float]
+    ) -> list[Finding]:
+        """What the guard says to an engine's canaries. engine: its statistics, whose CPU time
+        counts in the guard's budget. Raises GuardError where guard = "stop"."""
         ...
 
     async def publish(self) -> int:
@@ -38,7 +47,7 @@ class TrainerClient(Protocol):
         ...
 
     async def statistics(self) -> dict[str, float]:
-        """busy_s and wall_s since the start."""
+        """busy_s, wall_s, cpu_s and guard_s since the start."""
         ...
 
     async def close(self) -> None:
@@ -77,6 +86,15 @@ class TrainerProcess:
         self.busy = busy_share(before, self._seen)
         return results
 
+    async def check_canaries(
+        self, canaries: Sequence[Segment], engine: Mapping[str, float]
+    ) -> list[Finding]:
+        found: list[Finding]
+        found = await self.worker.call(
+            "check_canaries", canaries, engine, timeout_s=self._timeout_s
+        )
+        return found
+
     async def publish(self) -> int:
         return int(await self.worker.call("publish", timeout_s=_FILE_TIMEOUT_S))
 
@@ -104,25 +122,42 @@ class TrainerHost:
     def __init__(self, folder: Path, recipe: Recipe, store: WeightStore) -> None:
         import torch
 
+        from .guard import Guard
         from .models import load_model, vocabulary_size
         from .trainer import Trainer
 
         if recipe.deterministic:
             require_determinism()
 
-        model = load_model(folder, dtype="float32", device=recipe.trainer.device)
+        model = load_model(
+            folder,
+            dtype="float32",
+            device=recipe.trainer.device,
+            attn=recipe.trainer.attention,
+        )
         dtype = getattr(torch, recipe.engine.dtype)
         self._folder = folder
-        self._trainer = Trainer(
-            model,
-            recipe,
-            store,
-            publish_dtype=dtype,
-            vocab_size=vocabulary_size(folder, model),
-        )
+        vocab_size = vocabulary_size(folder, model)
+        self._guard = None
+        if recipe.guard != "off":
+            self._guard = Guard(model, recipe, store, vocab_size=vocab_size)
+        self._trainer = Trainer(model, recipe, store, publish_dtype=dtype, vocab_size=vocab_size)
 
     def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
-        return self._trainer.train(minibatches)
+        if self._guard is None:
+            return self._trainer.train(minibatches)
+        found, metrics = self._guard.check(minibatches, self._trainer.version)
+        first, *others = self._trainer.train(minibatches)
+        first.metrics.merge(metrics)
+        return [dataclasses.replace(first, findings=tuple(found)), *others]
+
+    def check_canaries(
+        self, canaries: Sequence[Segment], engine: Mapping[str, float]
+    ) -> list[Finding]:
+        if self._guard is None:
+            return []
+        self._guard.budget.share_with(engine)
+        return self._guard.check_canaries(canaries)
 
     def publish(self) -> int:
         return self._trainer.publish()
@@ -136,12 +171,16 @@ class TrainerHost:
         from .checkpoint import restore_trainer
 
         restore_trainer(self._trainer, folder)
+        if self._guard is not None:
+            self._guard.forget()
         return self._trainer.version
 
     def export(self, folder: Path) -> None:
         from .models import load_tokenizer, save_model
 
-        save_model(self._trainer.model, load_tokenizer(self._folder), folder)
+        tokenizer = load_tokenizer(self._folder)
+        save_model(self._trainer.model, tokenizer, folder, self._trainer.weights.published())
 
     def statistics(self) -> dict[str, float]:
-        return self._trainer.statistics()
+        budget = CpuBudget() if self._guard is None else self._guard.budget
+        return {**self._trainer.statistics(), **budget.statistics()}

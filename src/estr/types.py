@@ -292,3 +292,13 @@ class Consumption:
     clipped: BoolArray
     proximal_logprobs: Float32Array | None = None
     ref_logprobs: Float32Array | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What a check of the guard found. check: which one; kind: what the fault was recognized as;
+    message: where, and the figures."""
+
+    check: str
+    kind: str
+    message: str

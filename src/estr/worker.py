@@ -34,7 +34,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +101,9 @@ class Worker:
         try:
             reader, worker._writer = await asyncio.open_connection(sock=ours)
             worker._reading = asyncio.create_task(worker._read(reader), name=f"read {name}")
-            await worker.call("", factory, dict(kwargs), threads, timeout_s=timeout_s)
+            await worker.call(
+                "", factory, dict(kwargs), threads, _search_path(), timeout_s=timeout_s
+            )
         except BaseException:
             worker._kill()
             await worker.close()
@@ -223,6 +225,59 @@ def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float
     return (after["busy_s"] - before["busy_s"]) / wall_s if wall_s > 0 else 0.0
 
 
+class CpuBudget:
+    """A share of CPU time, for work that may be left out: of this process's since this was made,
+    and of others', as far as their `statistics` were given to `share_with`. The first time it is
+    never left out, and never more than twice in a row, whatever it costs."""
+
+    def __init__(self, share: float = 0.01) -> None:
+        self.share = share
+        self.spent_s = 0.0
+        self._since_s = time.process_time()
+        self._left_out = 2
+        self._others: Mapping[str, float] = {"cpu_s": 0.0, "guard_s": 0.0}
+
+    def share_with(self, others: Mapping[str, float]) -> None:
+        """Another process's latest statistics."""
+        self._others = others
+
+    def allows(self) -> bool:
+        """May the work be done now? To be asked once for each time that it is due."""
+        cpu_s = time.process_time() - self._since_s + self._others["cpu_s"]
+        within = self.spent_s + self._others["guard_s"] <= self.share * cpu_s
+        self._left_out = 0 if within or self._left_out == 2 else self._left_out + 1
+        return self._left_out == 0
+
+    @contextlib.contextmanager
+    def spending(self) -> Iterator[None]:
+        """What is done inside counts."""
+        clock = time.process_time()
+        try:
+            yield
+        finally:
+            self.spent_s += time.process_time() - clock
+
+    def statistics(self) -> dict[str, float]:
+        """cpu_s of this process and guard_s, what was spent of it, since the start."""
+        return {"cpu_s": time.process_time(), "guard_s": self.spent_s}
+
+
+def guard_share(
+    before: Sequence[Mapping[str, float]], after: Sequence[Mapping[str, float]]
+) -> float:
+    """Share of the CPU time between two `statistics` of several hosts that the guard took."""
+    spent, cpu = (
+        sum(b[key] - a[key] for a, b in zip(before, after, strict=True))
+        for key in ("guard_s", "cpu_s")
+    )
+    return spent / cpu if cpu > 0 else 0.0
+
+
+def _search_path() -> list[str]:
+    """What is importable here is importable there, wherever a script keeps its modules."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
 def require_determinism() -> None:
     """In this process: refuse every operation of torch that two runs may round differently."""
     import torch
@@ -279,6 +334,12 @@ def portable(error: BaseException) -> EstrError:
     return WorkerError(f"{type(error).__name__}: {error}{place}")
 
 
+def _log_traceback() -> None:
+    """Into the log; on a full disk only the error itself is told, over the channel."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+
+
 def _serve(channel: _Channel, host: Any) -> None:
     deferred = frozenset(getattr(host, "deferred", ()))
     busy = getattr(host, "busy", lambda: False)
@@ -295,7 +356,7 @@ def _serve(channel: _Channel, host: Any) -> None:
                         continue
                     result = getattr(host, method)(*args)
                 except Exception as error:  # noqa: BLE001 - the border where errors become data
-                    traceback.print_exc()
+                    _log_traceback()
                     result = portable(error)
                 if number != _NO_ANSWER:
                     answers.append((number, result))
@@ -330,15 +391,16 @@ def main(argv: list[str]) -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     channel = _Channel(socket.socket(fileno=fd))
     try:
-        ((number, _, (factory, kwargs, threads)),) = channel.receive(None)
+        ((number, _, (factory, kwargs, threads, search_path)),) = channel.receive(None)
         try:
+            sys.path[:] = search_path
             module, _, name = factory.partition(":")
             host = getattr(importlib.import_module(module), name)(**kwargs)
             torch = sys.modules.get("torch")
             if torch is not None:
                 torch.set_num_threads(threads)
         except Exception as error:  # noqa: BLE001 - the border where errors become data
-            traceback.print_exc()
+            _log_traceback()
             channel.send([(number, portable(error))])
             return
         channel.send([(number, None)])

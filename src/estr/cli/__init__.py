@@ -21,8 +21,10 @@ from ..errors import ConfigError, EstrError, Interrupted
 from .bench import bench
 from .check import check
 from .evaluate import evaluate
+from .export import export
 from .lab import lab
 from .ledger import ledger
+from .replay import replay
 from .report import report
 from .runs import runs
 from .sample import sample
@@ -33,7 +35,9 @@ COMMANDS: tuple[click.Command, ...] = (
     train,
     evaluate,
     sample,
+    export,
     ledger,
+    replay,
     report,
     check,
     runs,

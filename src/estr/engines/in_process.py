@@ -75,6 +75,10 @@ class InProcessEngine:
     async def snapshot(self) -> dict[RolloutId, Segment]:
         return self._engine.snapshot()
 
+    async def probe(self, temperature: float) -> list[Segment]:
+        """The canaries; see `LocalEngine.probe`."""
+        return self._engine.probe(temperature)
+
     async def close(self) -> None:
         self._engine.close()
         self._fail_all(EngineError("the engine was closed"))

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..engine import KVPolicy, Request
+from ..engine import KVPolicy, Request, canary_contexts
 from ..errors import EngineError
 from ..types import FinishReason, Int32Array, RolloutId, Segment
 from ..weights import State
@@ -270,6 +270,29 @@ class LocalEngine:
         """What every running or waiting request has drawn so far, the running ones first, in the
         order of their rows."""
         return {row.request.id: row.segment() for row in (*self._rows, *self._waiting.values())}
+
+    def probe(self, temperature: float) -> list[Segment]:
+        """The canaries (`estr.engine.canary_contexts`), each with the token drawn behind it in the
+        middle of its distribution function. No request, cache or random number is touched."""
+        contexts = canary_contexts(self._runner.vocab_size)
+        logits = self._runner.plain_logits(contexts[-1])[[len(c) - 1 for c in contexts]]
+        draws = draw(
+            logits,
+            [temperature] * len(contexts),
+            np.full(len(contexts), 0.5),
+            vocab_size=self._runner.vocab_size,
+            gini=False,
+        )
+        columns = (draws.token_ids, draws.logprobs, draws.entropies)
+        return [
+            Segment.join(
+                [
+                    Segment.context(context),
+                    Segment.drawn([token], [logprob], [entropy], [self._version]),
+                ]
+            )
+            for context, token, logprob, entropy in zip(contexts, *columns, strict=True)
+        ]
 
     def close(self) -> None:
         """Drop all requests and free the cache. May be called twice."""

@@ -17,7 +17,7 @@ from ..options.run import EngineOptions
 from ..schedule import EngineSchedule, Position
 from ..types import RolloutId, Segment
 from ..weights import WeightStore
-from ..worker import Worker, busy_share, portable, require_determinism
+from ..worker import CpuBudget, Worker, busy_share, portable, require_determinism
 
 if TYPE_CHECKING:
     from .scheduled import ScheduledEngine
@@ -30,6 +30,9 @@ SNAPSHOT_TIMEOUT_S = 600.0
 
 _WATCH_S = 1.0
 
+_CANARY_SHARE = 0.002
+"""Of the engine's CPU time. The guard spends about as much again on what each answer should be."""
+
 
 class EngineProcess:
     """The Engine protocol over a spawned LocalEngine."""
@@ -37,7 +40,7 @@ class EngineProcess:
     def __init__(self, worker: Worker, version: int) -> None:
         self.worker = worker
         self._version = version
-        self._seen = self._told = {"busy_s": 0.0, "wall_s": 0.0}
+        self._seen = self._told = {"busy_s": 0.0, "wall_s": 0.0, "cpu_s": 0.0, "guard_s": 0.0}
         self._share = 0.0
         self.position: Position | None = None
         """Of a deterministic engine: where its schedule stood at the last snapshot."""
@@ -93,6 +96,13 @@ class EngineProcess:
         self.position, drawn = await self.worker.call("snapshot", timeout_s=SNAPSHOT_TIMEOUT_S)
         return drawn
 
+    async def probe(self, temperature: float) -> list[Segment]:
+        """The canaries (`LocalEngine.probe`); none while the budget for them is used up."""
+        canaries: list[Segment] = await self.worker.call(
+            "probe", temperature, timeout_s=LOAD_TIMEOUT_S
+        )
+        return canaries
+
     async def begin(self, position: Position) -> None:
         """Of a deterministic engine: its schedule begins, or goes on where a checkpoint stands."""
         await self.worker.call("begin", position, timeout_s=60.0)
@@ -115,6 +125,11 @@ class EngineProcess:
             before, self._told = self._told, self._seen
             self._share = busy_share(before, self._told)
         return self._share
+
+    @property
+    def seen(self) -> dict[str, float]:
+        """The statistics that `watch` has seen last."""
+        return self._seen
 
     async def close(self) -> None:
         await self.worker.close()
@@ -158,6 +173,7 @@ class EngineHost:
         self._results: list[tuple[int, Any]] = []
         self._started = time.monotonic()
         self._busy_s = 0.0
+        self._budget = CpuBudget(_CANARY_SHARE)
 
     def generate(self, number: int, request: Request) -> None:
         self._numbers[request.id] = number
@@ -185,13 +201,23 @@ class EngineHost:
         self._snapshots.append(number)
         self._scheduled.request_refill()
 
+    def probe(self, temperature: float) -> list[Segment]:
+        if not self._budget.allows():
+            return []
+        with self._budget.spending():
+            return self._engine.probe(temperature)
+
     def begin(self, position: Position) -> None:
         assert self._scheduled is not None, "only a deterministic engine has a schedule"
         self._scheduled.begin(position)
 
     def statistics(self) -> dict[str, float]:
-        wall_s = time.monotonic() - self._started
-        return {"busy_s": self._busy_s, "wall_s": wall_s, **self._engine.statistics()}
+        return {
+            "busy_s": self._busy_s,
+            "wall_s": time.monotonic() - self._started,
+            **self._budget.statistics(),
+            **self._engine.statistics(),
+        }
 
     def busy(self) -> bool:
         if self._results:

@@ -79,6 +79,12 @@ class ModelRunner:
         )
         return logits[:, 0]
 
+    @torch.inference_mode()
+    def plain_logits(self, context: Int32Array) -> Tensor:
+        """Logits [n, vocabulary] behind each token of a context [n], without any cache."""
+        ids = torch.from_numpy(context.astype(np.int64))[None].to(self._device)
+        return self._head.logits(ids, use_cache=False)[0]
+
     def _forward(self, input_ids: Tensor, *, want_logits: bool = False, **inputs: Any) -> Tensor:
         if want_logits or self._head.weight is None:
             return self._head.logits(input_ids, last=True, use_cache=True, **inputs)

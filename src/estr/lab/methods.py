@@ -32,9 +32,9 @@ class Regime:
 
 REGIMES: dict[str, Regime] = {
     "light": Regime("light mismatch: int8 sampler, no lag", "int8", {}),
-    "M": Regime("heavy mismatch: int3 sampler, no lag", "int3", {}),
+    "M": Regime("heavy mismatch: int4 sampler, no lag", "int4", {}),
     "D": Regime("drift: bf16 sampler, inter 15", "bfloat16", {"inter": 15}),
-    "MD": Regime("both: int3 sampler, inter 15 + intra 9", "int3", {"inter": 15, "intra": 9}),
+    "MD": Regime("both: int4 sampler, inter 15 + intra 9", "int4", {"inter": 15, "intra": 9}),
 }
 REFERENCE = "sync"
 SYNC = Regime("synchronous: bf16 sampler, no lag", "bfloat16", {})
