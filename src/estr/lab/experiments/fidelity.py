@@ -112,17 +112,18 @@ class Fidelity:
 def pooled(rows: Sequence[Row]) -> Pools:
     """Values by seed; a fresh batch stands under the regimes of its learning rate as "fresh"."""
     rows = [row for row in rows if row["measure"] in MEASURES]
-    seeds = {seed: i for i, seed in enumerate(sorted({row["seed"] for row in rows}))}
     regimes = {row["regime"]: row["lr"] for row in rows if row["regime"] != ON_POLICY}
-    pools: Pools = {}
+    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
     for row in rows:
         fresh = row["regime"] == ON_POLICY
-        for regime in [r for r, lr in regimes.items() if lr == row["lr"]] if fresh else [""]:
-            values = pools.setdefault((regime or row["regime"], row["method"]), {})
-            values.setdefault(row["measure"], np.zeros(len(seeds)))[seeds[row["seed"]]] = row[
-                "value"
-            ]
-    return pools
+        own = [regime for regime, lr in regimes.items() if lr == row["lr"]]
+        for regime in own if fresh else [row["regime"]]:
+            values = found.setdefault((regime, row["method"]), {})
+            values.setdefault(row["measure"], {})[row["seed"]] = row["value"]
+    return {
+        cell: {name: np.array([v for _, v in sorted(by.items())]) for name, by in values.items()}
+        for cell, values in found.items()
+    }
 
 
 def measured(pools: Pools) -> dict[tuple[str, str], Fidelity]:
