@@ -22,6 +22,7 @@ from typing import TypeVar
 from .chat import Codec
 from .config import Recipe, load_recipe, recipe_from_table
 from .engine import ScriptedEngine
+from .engines.interpreter import require_interpreter
 from .environment import Task
 from .errors import ConfigError, EstrError
 from .rollout import RolloutSetting, run_rollout
@@ -71,6 +72,7 @@ def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
         else findings.attempt(lambda: _codec(recipe, findings))
     )
     findings.attempt(lambda: _correction(recipe, findings))
+    findings.attempt(lambda: require_interpreter(recipe.engine))
     if task is not None and codec is not None:
         stops = findings.attempt(lambda: codec.resolve_stops(task.stop))
         if stops is not None:

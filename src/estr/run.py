@@ -16,6 +16,7 @@ from typing import Any
 
 from .checkpoint import Checkpoints, saved_columns
 from .config import Recipe
+from .engines.interpreter import require_interpreter
 from .engines.process import EngineProcess
 from .errors import ConfigError, EstrError, Interrupted
 from .evaluations import Evaluations
@@ -149,6 +150,7 @@ class _Processes:
 async def _train(
     recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
 ) -> Summary:
+    require_interpreter(recipe.engine)
     model = model_folder(recipe, reporter.message)
     play = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
     folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume.run)

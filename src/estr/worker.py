@@ -73,21 +73,24 @@ class Worker:
         nice: int = 0,
         log: Path | None = None,
         timeout_s: float = 120.0,
+        python: str = sys.executable,
+        env: Mapping[str, str] | None = None,
     ) -> Worker:
         """Spawn the process and wait until its host is built.
 
         factory: "module:callable". log: file to which its output is appended (None: discarded).
+        python: the interpreter, which must find estr. env: what is added to the environment.
         Raises WorkerError (or the EstrError that the factory raised) when it does not come up.
         """
         ours, theirs = socket.socketpair()
-        env = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        command = [sys.executable, "-m", "estr.worker", str(theirs.fileno()), str(nice)]
+        own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **(env or {})}
+        command = [python, "-m", "estr.worker", str(theirs.fileno()), str(nice)]
         output = open(log, "ab") if log else None  # noqa: SIM115 - closed right below
         try:
             process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
-                env=env,
+                env=os.environ | own,
                 stdin=subprocess.DEVNULL,
                 stdout=output or subprocess.DEVNULL,
                 stderr=subprocess.STDOUT,
