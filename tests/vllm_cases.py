@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from estr.engine import Request
-from estr.logprobs import token_statistics
+from estr.engines.sampler import stream_name, uniforms
+from estr.logprobs import log_distribution, token_statistics
 from estr.models import SMOLLM2, cache_folder, load_model
 from estr.options.run import EngineOptions
 from estr.types import RolloutId, SamplingSettings, Segment
@@ -65,23 +66,35 @@ class Versions:
         return self.model
 
     @torch.inference_mode()
-    def errors(self, asked: Request, drawn: Segment, version: int) -> dict[str, np.ndarray]:
-        """How far what was recorded lies from the forward pass under `version`, for each token."""
+    def log_probs(self, asked: Request, drawn: Segment, version: int) -> torch.Tensor:
+        """The distribution that each token should have been drawn from, by an ordinary forward
+        pass with nothing cached: [tokens, vocabulary]."""
         n = len(asked.token_ids)
         ids = torch.from_numpy(np.concatenate([asked.token_ids, drawn.token_ids])).long()[None]
         logits = self.use(version)(input_ids=ids).logits[0, n - 1 : -1]
-        own = token_statistics(logits, ids[0, n:], temperature=asked.sampling.temperature)
-        pairs = {
-            "behavior_logprobs": own.logprobs,
-            "behavior_entropies": own.entropies,
-            "behavior_gini": own.gini,
+        return log_distribution(logits, temperature=asked.sampling.temperature or 1.0)
+
+    def errors(self, asked: Request, drawn: Segment, version: int) -> dict[str, np.ndarray]:
+        """How far what was recorded lies from the forward pass under `version`, for each token;
+        and "uniform": how far the token's uniform lies outside the token's part of [0, 1)."""
+        log_probs = self.log_probs(asked, drawn, version)
+        tokens = torch.from_numpy(drawn.token_ids).long()
+        own = token_statistics(log_probs, tokens)
+        errors = {
+            "behavior_logprobs": own.logprobs.numpy() - drawn.behavior_logprobs,
+            "behavior_entropies": own.entropies.numpy() - drawn.behavior_entropies,
+            "behavior_gini": own.gini.numpy() - drawn.behavior_gini,
         }
-        return {
-            name: np.abs(getattr(drawn, name) - values.numpy()) for name, values in pairs.items()
-        }
+        if asked.sampling.temperature > 0:
+            places = asked.first_position + np.arange(len(tokens))
+            uniform = uniforms([stream_name(asked.id)] * len(tokens), places.tolist())
+            ends = log_probs.double().exp().cumsum(-1).gather(1, tokens[:, None])[:, 0].numpy()
+            starts = ends - own.logprobs.double().exp().numpy()
+            errors["uniform"] = np.maximum(np.maximum(starts - uniform, uniform - ends), 0.0)
+        return {name: np.abs(error) for name, error in errors.items()}
 
     def assert_rescored(self, asked: Request, drawn: Segment) -> None:
-        """Every token, by the forward pass under the weights of its own version."""
+        """Every token is what its uniform names, and was recorded, under its own version."""
         for version in sorted(set(drawn.versions.tolist())):
             for column, error in self.errors(asked, drawn, version).items():
                 worst = float(error[drawn.versions == version].max())
