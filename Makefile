@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: train test lint types smollm2 vllm test-vllm chaos conformance clean help
+.PHONY: train test browser lint types smollm2 vllm test-vllm chaos conformance clean help
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -22,6 +22,12 @@ train: $(SETUP) ## train the built-in model on the built-in task (a few minutes)
 
 test: $(SETUP) lint types ## tests, lint and types
 	$(BIN)/python -m pytest
+
+# Without it those tests are skipped.
+browser: ## install Chromium for the tests of the report's page (Debian, as root)
+	@command -v chromium >/dev/null || (apt-get -qq update && \
+		DEBIAN_FRONTEND=noninteractive apt-get -qq install -y --no-install-recommends chromium) \
+		>/dev/null
 
 lint: $(SETUP) ## ruff over the whole tree
 	$(BIN)/ruff check .

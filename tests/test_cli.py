@@ -33,7 +33,7 @@ from estr.run_folder import RunFolder
 from estr.subject import stamp_version
 from ledger_cases import write_random_ledger
 
-COMMANDS = ["train", "eval", "sample", "ledger", "check", "runs", "bench", "warmstart"]
+COMMANDS = ["train", "eval", "sample", "ledger", "report", "check", "runs", "bench", "warmstart"]
 
 
 def run(*arguments: object) -> Result:

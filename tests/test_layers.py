@@ -102,6 +102,7 @@ EXPORTS: dict[str, str] = {
     "estr.ledger": "LedgerWriter find_parts missing_parts open_ledger parts_up_to supersede_after",
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
+    "estr.report": "Budget Report build_report render write_report",
     "estr.types": "COLUMNS RolloutId Consumption SamplingSettings Segment Trajectory Turn",
     "estr.weights": "FileWeightStore MemoryWeightStore WeightStore",
 }

@@ -7,6 +7,7 @@ runs/NAME/
     schedule.jsonl     every event of the loop, in order (estr.schedule)
     tensorboard/       the same for TensorBoard
     ledger/            every trained token; see estr.ledger
+    report.html        all of it to look at (`estr report`)
     checkpoints/       see estr.checkpoint
     model/best, last   Hugging Face folders
     log.txt            output of the spawned processes, warnings

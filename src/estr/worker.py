@@ -164,7 +164,9 @@ class Worker:
         self._closing = True
         if self._process.poll() is None:
             self._process.kill()
-        self._process.wait(timeout=10)
+        # A kernel that is slow to reap it is no reason to fail: it was killed, and will be gone.
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout=10)
 
     def _send(self, number: int, method: str, args: tuple[Any, ...]) -> None:
         if self.died.done():

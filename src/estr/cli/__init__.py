@@ -22,6 +22,7 @@ from .bench import bench
 from .check import check
 from .evaluate import evaluate
 from .ledger import ledger
+from .report import report
 from .runs import runs
 from .sample import sample
 from .train import train
@@ -32,6 +33,7 @@ COMMANDS: tuple[click.Command, ...] = (
     evaluate,
     sample,
     ledger,
+    report,
     check,
     runs,
     bench,

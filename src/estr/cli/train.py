@@ -7,8 +7,12 @@ from pathlib import Path
 
 import click
 
-from ..errors import ConfigError
+from ..errors import ConfigError, EstrError
 from .options import find_recipe, run_folder, runs_option, set_option
+from .report import DEFAULT_BUDGET, REPORT
+
+MOST_TOKENS = 700_000
+"""Of a run whose report is written at its end, for which two seconds are enough."""
 
 
 @click.command()
@@ -39,7 +43,7 @@ def train(
 
     RECIPE is a TOML file or the name of a shipped recipe. Without one, the built-in model learns
     the built-in calculator task on this machine, in a few minutes. The result is a run folder,
-    runs/NAME: summary.json, metrics.jsonl, the model.
+    runs/NAME: summary.json, metrics.jsonl, report.html, the model.
 
     \b
     Examples:
@@ -66,11 +70,11 @@ def train(
     if deterministic:
         overrides = (*overrides, "deterministic=true")
     resolved = load_recipe(file, overrides)
-    from ..display import reporter_for
+    from ..display import printable, reporter_for
     from ..run import train as train_recipe
 
     with reporter_for(sys.stdout, live=live) as reporter:
-        train_recipe(
+        summary = train_recipe(
             resolved,
             reporter=reporter,
             runs=runs,
@@ -78,3 +82,20 @@ def train(
             accept_changes=accept_changes,
             replay=recorded,
         )
+    run = folder or runs / summary.name
+    click.echo(f"{'report':<18} {printable(report_of(run, summary.trained_tokens))}")
+
+
+def report_of(run: Path, trained_tokens: int) -> str:
+    """Write the report of a run that is finished, if that is quick; says where it lies, or how to
+    make it. A run is not a failure because its report is."""
+    from ..report import Budget, write_report
+
+    command = f"estr report {run}"
+    if trained_tokens > MOST_TOKENS:
+        return f"{command} makes a page of it"
+    try:
+        write_report([run], run / REPORT, Budget(*DEFAULT_BUDGET))
+    except EstrError as error:
+        return f"none: {error}; try again with {command}"
+    return str(run / REPORT)
