@@ -62,7 +62,7 @@ chaos: $(SETUP) ## kill runs KILLS times, resume them, count what was lost
 	$(BIN)/python tools/chaos --kills $(KILLS)
 
 # Needs the package index; not part of the gate.
-conformance: $(SETUP) ## compare our losses with those of verl, TRL, OpenRLHF, AReaL
+conformance: $(SETUP) ## compare our losses with those of verl, TRL, OpenRLHF, AReaL; test our adapters
 	$(BIN)/python conformance/install.py
 	$(BIN)/python conformance/run.py
 

@@ -38,11 +38,23 @@ NOTES = {
 }
 
 
+HOOK = "the function that [hooks.md](hooks.md) gives for it"
+TESTED = {
+    "verl": "`estr.integrations.verl`",
+    "trl": "`estr.integrations.trl`",
+    "openrlhf": HOOK,
+    "areal": HOOK,
+}
+
+
 def render(results: dict[str, Any], differences: dict[tuple[str, str], str]) -> str:
     parts = [INTRODUCTION, f"torch {results['torch']}."]
     for name, package in results["packages"].items():
         parts.append(f"## {name} {package.get('version', package['requirement'])}")
         parts.append(NOTES[name])
+        if package["adapter"]:
+            tests = package["adapter"]["tests"]
+            parts.append(f"Tests of {TESTED[name]} in this environment: {tests}.")
         if "error" in package:
             parts.append(f"Could not be run: `{package['error']}`")
             continue

@@ -3,8 +3,9 @@
     make conformance        or, with the environments made: python conformance/run.py [NAME ...]
 
 Every package runs in its own process and environment (`install.py`), on tensors saved as
-safetensors. Writes `conformance/results.json` and `docs/conformance.md`. A package that cannot be
-loaded is recorded with what it said; the others go on, and its earlier result is not kept.
+safetensors; where we have an adapter for it, the tests of `adapters/` run there, too. Writes
+`conformance/results.json` and `docs/conformance.md`. A package that cannot be loaded is recorded
+with what it said; the others go on, and its earlier result is not kept.
 """
 
 from __future__ import annotations
@@ -63,23 +64,9 @@ def tensors() -> dict[str, Tensor]:
 def run_peer(name: str, cases: Path, folder: Path) -> dict[str, Any]:
     """The package's outputs, or why there are none."""
     out = folder / f"{name}.safetensors"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT / "src"),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-    }
-    python = FOLDER / name / "bin" / "python"
     script = HERE / "peers" / f"{name}_peer.py"
     try:
-        done = subprocess.run(
-            [str(python), str(script), str(cases), str(out)],
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_S,
-            env=environment,
-            check=False,
-        )
+        done = _in_environment(name, [str(script), str(cases), str(out)])
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": f"{type(error).__name__}: {error}"}
     if done.returncode or not out.exists():
@@ -95,6 +82,40 @@ def run_peer(name: str, cases: Path, folder: Path) -> dict[str, Any]:
     }
 
 
+def run_adapter(name: str) -> dict[str, Any] | None:
+    """The outcome of the tests of our adapter or hook in that package, None without any."""
+    tests = HERE / "adapters" / f"test_{name}.py"
+    if not tests.exists():
+        return None
+    settings = str(HERE / "adapters" / "pytest.ini")
+    try:
+        done = _in_environment(name, ["-m", "pytest", "-c", settings, str(tests)])
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return {"ok": False, "tests": f"{type(error).__name__}: {error}"}
+    if done.returncode:
+        print(done.stdout)
+    last = (done.stdout.strip().splitlines() or ["no output"])[-1]
+    counts = [c for c in last.partition(" in ")[0].split(", ") if "warning" not in c]
+    return {"ok": done.returncode == 0, "tests": ", ".join(counts)}
+
+
+def _in_environment(name: str, arguments: list[str]) -> subprocess.CompletedProcess[str]:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT / "src"),
+        "HF_HUB_OFFLINE": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    return subprocess.run(
+        [str(FOLDER / name / "bin" / "python"), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env=environment,
+        check=False,
+    )
+
+
 def main(names: list[str]) -> None:
     sets = tensors()
     results: dict[str, Any] = {"torch": torch.__version__, "packages": {}}
@@ -107,6 +128,7 @@ def main(names: list[str]) -> None:
             outputs = found.pop("outputs", {})
             found["requirement"] = PACKAGES[name][0]
             found["cases"] = compare(name, sets, outputs)
+            found["adapter"] = run_adapter(name)
             results["packages"][name] = found
     (HERE / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     (ROOT / "docs" / "conformance.md").write_text(render(results, DIFFERENCES), encoding="utf-8")
@@ -115,6 +137,9 @@ def main(names: list[str]) -> None:
     print(f"{agree} of {len(cases)} agree; see conformance/results.json and docs/conformance.md")
     if any(case["verdict"] == "differs" for case in cases):
         sys.exit("a difference is not documented in conformance/ours.py")
+    adapters = [p["adapter"] for p in results["packages"].values() if p["adapter"]]
+    if not all(adapter["ok"] for adapter in adapters):
+        sys.exit("the tests of an adapter fail; what they said stands above")
 
 
 if __name__ == "__main__":

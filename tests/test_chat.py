@@ -159,6 +159,34 @@ def test_a_template_that_drops_the_assistant_is_refused() -> None:
         codec.encode_observation([{"role": "tool", "content": "20"}])
 
 
+DROPS_ALL_BUT_TALK = (
+    "{% for m in messages %}{% if m['role'] in ('user', 'assistant') %}"
+    "{{ m['role'] }}: {{ m['content'] }}\n{% endif %}{% endfor %}assistant: "
+)
+
+
+def test_what_a_template_would_drop_is_said_by_the_user() -> None:
+    codec = Codec(make_tokenizer(DROPS_ALL_BUT_TALK))
+    told = [
+        {"role": "system", "content": "tools: add"},
+        {"role": "user", "content": "2+2?"},
+        {"role": "assistant", "content": "add"},
+        {"role": "tool", "content": "4"},
+        {"role": "tool", "content": "four"},
+    ]
+    assert codec.render(told) == (
+        "user: tools: add\n\n2+2?\nassistant: add\nuser: 4\nfour\nassistant: "
+    )
+    assert codec.render(told[:1]) == "user: tools: add\nassistant: "
+    assert codec.render([told[0], told[2]]) == "user: tools: add\nassistant: add\nassistant: "
+    assert [line.partition(":")[0] for line in codec.habits()] == [
+        "the chat template knows no system role",
+        "the chat template knows no tool role",
+    ]
+    assert Codec(make_tokenizer(CHATML)).habits() == []
+    assert Codec(make_tokenizer(None)).habits() == []
+
+
 def test_stop_texts_become_one_id_each_and_end_of_text_comes_last() -> None:
     tokenizer = make_tokenizer()
     codec = Codec(tokenizer)

@@ -33,7 +33,19 @@ from estr.run_folder import RunFolder
 from estr.subject import stamp_version
 from ledger_cases import write_random_ledger
 
-COMMANDS = ["train", "eval", "sample", "ledger", "report", "check", "runs", "bench", "warmstart"]
+COMMANDS = [
+    "train",
+    "eval",
+    "sample",
+    "export",
+    "ledger",
+    "replay",
+    "report",
+    "check",
+    "runs",
+    "bench",
+    "warmstart",
+]
 
 
 def run(*arguments: object) -> Result:
@@ -214,6 +226,18 @@ def test_check_prints_a_recipe(model: Path) -> None:
     assert [n for n in notes if n.startswith("# problem")] == [f"# problem {i}:" for i in range(3)]
     assert "#   wrote | [" in result.stdout
     assert "#   read  | " in result.stdout
+
+
+def test_check_colors_what_is_written_and_so_trained_on(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    lines = run("check", "--set", f"model={model}").stdout.split("\n")
+    colors = {"  read  | ": "\x1b[2m", "  wrote | ": "\x1b[1;32m"}
+    shown = [(kind, line) for line in lines for kind in colors if kind in line]
+    assert len(shown) == 3 * 8  # three problems, four turns each
+    for kind, line in shown:
+        assert f"{kind}\x1b[0m{colors[kind]}" in line
 
 
 def test_check_names_every_error_of_a_file_checks_149_and_156(tmp_path: Path) -> None:
@@ -443,6 +467,12 @@ def test_bench_names_what_it_knows() -> None:
     message = error_of(run("bench", "warp"))
     assert "'warp'" in message
     assert all(name in message for name in BENCHMARKS)
+
+
+def test_peers_are_of_one_benchmark_and_must_be_there(tmp_path: Path) -> None:
+    assert "not of engine" in error_of(run("bench", "engine", "--peers", tmp_path))
+    message = error_of(run("bench", "logprobs", "--quick", "--peers", tmp_path))
+    assert "conformance/install.py trl" in message
 
 
 @pytest.mark.parametrize("module", BENCHMARKS.values())

@@ -25,8 +25,10 @@ from estr.models import resolve_model
 from estr.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[1]
-DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")])
-DOCUMENTS = [path for path in DOCUMENTS if path.is_file()]
+DOCUMENTS = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+TUTORIAL = ROOT / "docs" / "tutorial.md"
+"""One story from its first line to its last: test_tutorial.py plays it."""
+DOCUMENTS = [path for path in DOCUMENTS if path.is_file() and path != TUTORIAL]
 
 EXECUTED = {"check", "eval", "sample"}
 """Commands whose examples are run; those of the others take minutes and are only read closely."""
@@ -216,7 +218,7 @@ def test_every_command_and_option_is_described(name: str) -> None:
 def test_links_lead_somewhere() -> None:
     dead = [
         f"{document.name}: {target}"
-        for document in DOCUMENTS
+        for document in [*DOCUMENTS, TUTORIAL, *ROOT.glob("examples/**/*.md")]
         for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", document.read_text("utf-8"))
         if not (document.parent / target).exists()
     ]

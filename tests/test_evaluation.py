@@ -396,9 +396,9 @@ def test_the_host_evaluates_the_version_it_is_asked_for(folder: Path, tmp_path: 
     store.publish(0, first)
     store.publish(5, other)
     host = EvaluatorHost(folder, recipe, store)
-    before = host.evaluate(0, 6, 2)
+    (before,) = host.evaluate(0, 6, 2)
     assert (before.version, before.num_problems, before.num_rollouts) == (0, 6, 12)
-    after = host.evaluate(5, 6, 2)
+    (after,) = host.evaluate(5, 6, 2)
     assert (after.version, after.tokens == before.tokens) == (5, False)
 
     host.export(tmp_path / "best")
@@ -410,7 +410,7 @@ def test_the_host_evaluates_the_version_it_is_asked_for(folder: Path, tmp_path: 
     store.publish(7, first)
     with pytest.raises(WeightsError, match="version 0"):
         host.evaluate(0, 6, 2)
-    assert host.evaluate(5, 6, 2).tokens == after.tokens, "loaded once, kept"
+    assert host.evaluate(5, 6, 2)[0].tokens == after.tokens, "loaded once, kept"
 
 
 def test_an_evaluation_repeats_itself_and_seeds_differ(folder: Path) -> None:

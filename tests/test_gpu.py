@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 import torch
 
+from estr.checkpoint import restore_trainer, save_trainer
 from estr.config import load_recipe
 from estr.engine import Request
 from estr.engines.local import LocalEngine
 from estr.logprobs import token_statistics
+from estr.models import load_model
 from estr.run import train
 from estr.trainer import Trainer
 from estr.types import RolloutId, SamplingSettings, Segment
@@ -92,3 +94,74 @@ def test_the_built_in_run_shares_one_gpu(tmp_path: Path) -> None:
     assert summary.steps == 40
     assert summary.intra_max > 0
     assert summary.final_accuracy > summary.start_accuracy + 0.2
+
+
+def gpu_trainer(**table) -> Trainer:
+    options = {"device": "cuda:0", "warmup_steps": 0, **table.pop("trainer", {})}
+    return Trainer(tiny_model().cuda(), tiny_recipe(**table, trainer=options), MemoryWeightStore())
+
+
+BF16 = {"dtype": "bfloat16", "param_dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        {"trainer": BF16},
+        {"lora": {"rank": 4}},
+        {"lora": {"rank": 4}, "trainer": {**BF16, "gradient_checkpointing": True}},
+        {"kl": {"coefficient": 0.1, "estimator": "k3"}},
+        {"kl": {"coefficient": 0.1, "place": "reward"}, "lora": {"rank": 4}},
+    ],
+    ids=["bf16", "lora", "lora-bf16-checkpointing", "kl", "kl-lora"],
+)
+def test_the_options_learn_on_the_gpu_and_go_on_bit_for_bit(table: dict, tmp_path: Path) -> None:
+    straight, resumed = gpu_trainer(**table), gpu_trainer(**table)
+    groups = draw_groups(tiny_model())
+    for _ in range(3):
+        straight.train([groups])
+    save_trainer(straight, tmp_path)
+    restore_trainer(resumed, tmp_path)
+    losses = []
+    for own in (straight, resumed):
+        (result,) = own.train([groups])
+        row = result.metrics.to_row()
+        losses.append(row["loss"] - row.get("kl_loss", 0.0))
+    assert losses[0] == losses[1] != 0.0
+    for name, value in straight.master_state().items():
+        assert torch.equal(value, resumed.master_state()[name]), name
+    if "trainer" in table:
+        return
+    plain = tiny_model(seed=7).cuda()
+    plain.load_state_dict(straight.store.fetch(straight.version))
+    ids = torch.arange(10, device="cuda")[None] % VOCAB
+    with torch.no_grad():
+        torch.testing.assert_close(plain(ids).logits, straight.model(ids).logits, atol=1e-4, rtol=0)
+
+
+def test_gradient_checkpointing_takes_less_memory() -> None:
+    peaks, norms = [], []
+    for checkpointing in (False, True):
+        model = tiny_model(num_hidden_layers=8, hidden_size=256, intermediate_size=1024).cuda()
+        options = {"device": "cuda:0", "gradient_checkpointing": checkpointing}
+        own = Trainer(model, tiny_recipe(trainer=options), MemoryWeightStore())
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        (result,) = own.train([draw_groups(tiny_model(), num_groups=16, size=16)])
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        norms.append(result.metrics.to_row()["grad_norm"])
+        del own, model
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert peaks[1] < 0.8 * peaks[0]
+
+
+def test_flash_attention_2_agrees_with_sdpa(tmp_path: Path) -> None:
+    pytest.importorskip("flash_attn")
+    tiny_model(hidden_size=64).save_pretrained(tmp_path)
+    ids = torch.arange(10, device="cuda")[None] % VOCAB
+    results = []
+    for attention in ("sdpa", "flash_attention_2"):
+        model = load_model(tmp_path, dtype="bfloat16", device="cuda:0", attn=attention)
+        with torch.no_grad():
+            results.append(model(ids).logits.float())
+    torch.testing.assert_close(*results, atol=0.1, rtol=0)

@@ -371,12 +371,13 @@ async def test_a_cancelled_run_still_completes_its_parts(
 def test_a_full_disk_leaves_nothing_half_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(table: object, path: Path, **options: object) -> None:
-        path.write_bytes(b"half")
+    def full(path: Path, data: object) -> None:
+        with path.open("wb") as file:
+            file.write(b"half")
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(pq, "write_table", full)
+        patch.setattr(Path, "write_bytes", full)
         with pytest.raises(DataError, match="No space left on device"):
             write_step(tmp_path, random_record(1))
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []

@@ -313,3 +313,14 @@ def test_query_groups(ledger: Ledger) -> None:
     assert sum(r["unscored_members"] for r in rows) == 1
     second = next(r for r in rows if r["from_step"] == 2)
     assert second["share_equal"] == 1.0
+
+
+def test_an_entropy_that_was_not_recorded_is_not_zero(tmp_path: Path) -> None:
+    """Neither in its bin nor in its score; a tiny negative one is."""
+    own = trajectory(RolloutId(0, 0, 0), logprobs=[-1.0] * 2, entropies=[-1e-5, 1], versions=[0, 0])
+    write_step(tmp_path, record(1, [(own, consumption(own, [0.1, 0.1]))]))
+    ledger = open_ledger(tmp_path)
+    found = ledger.query("select entropy_bin, score from trained_tokens order by position").rows
+    assert found[0] == pytest.approx((0.0, 1.0), rel=1e-5)
+    unknown = "select entropy_bin(not_negative(null)), not_negative(null) is null"
+    assert ledger.query(unknown).rows == [(None, True)]

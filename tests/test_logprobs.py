@@ -216,8 +216,8 @@ def test_gradcheck_from_logits() -> None:
     assert torch.autograd.gradcheck(outputs, (logits,))
 
 
-@pytest.mark.parametrize("chunk", [2, 8])
-def test_gradcheck_from_hidden(chunk: int) -> None:
+@pytest.mark.parametrize("tile", [(2, 3), (8, 8), (5, 2), (2, 8)])
+def test_gradcheck_from_hidden(tile: tuple[int, int]) -> None:
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(7, dtype=torch.float64, requires_grad=True)
@@ -232,7 +232,7 @@ def test_gradcheck_from_hidden(chunk: int) -> None:
             head_bias=b,
             temperature=1.3,
             vocab_size=6,
-            chunk=chunk,
+            tile=tile,
             entropy_grad=True,
         )
         return found.logprobs, found.entropies
@@ -241,18 +241,22 @@ def test_gradcheck_from_hidden(chunk: int) -> None:
 
 
 def both_paths(
-    chunk: int, *, entropy_grad: bool, dtype: torch.dtype = torch.float32, autocast: bool = False
+    tile: tuple[int, int],
+    *,
+    entropy_grad: bool,
+    dtype: torch.dtype = torch.float32,
+    autocast: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """(outputs, then gradients to hidden, weight and bias) of the chunked and of the plain path."""
+    """(outputs, then gradients to hidden, weight and bias) of the tiled and of the plain path."""
     generator = torch.Generator().manual_seed(3)
     tokens = torch.randint(0, 9, (5,), generator=generator)
     data = [torch.randn(*shape, generator=generator) for shape in ((5, 4), (11, 4), (11,))]
     mix = torch.randn(2, 5, generator=generator)
     results = []
-    for chunked in (True, False):
+    for tiled in (True, False):
         hidden, weight, bias = (t.to(dtype).requires_grad_() for t in data)
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            if chunked:
+            if tiled:
                 found = statistics_from_hidden(
                     hidden,
                     weight,
@@ -260,7 +264,7 @@ def both_paths(
                     head_bias=bias,
                     temperature=0.8,
                     vocab_size=9,
-                    chunk=chunk,
+                    tile=tile,
                     entropy_grad=entropy_grad,
                 )
             else:
@@ -277,23 +281,23 @@ def both_paths(
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
-@pytest.mark.parametrize("chunk", [1, 2, 5, 8])
-def test_chunk_size_changes_nothing_check_53(chunk: int, entropy_grad: bool) -> None:
-    chunked, plain = both_paths(chunk, entropy_grad=entropy_grad)
-    for one, other in zip(chunked, plain, strict=True):
+@pytest.mark.parametrize("tile", [(1, 1), (2, 4), (5, 2), (5, 9), (8, 16)])
+def test_the_tile_changes_nothing_check_53(tile: tuple[int, int], entropy_grad: bool) -> None:
+    tiled, plain = both_paths(tile, entropy_grad=entropy_grad)
+    for one, other in zip(tiled, plain, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True)])
-@pytest.mark.parametrize("chunk", [2, 8])
+@pytest.mark.parametrize("tile", [(2, 3), (8, 8), (5, 2), (2, 8)])
 def test_bf16_products_give_float32_statistics(
-    chunk: int, dtype: torch.dtype, autocast: bool
+    tile: tuple[int, int], dtype: torch.dtype, autocast: bool
 ) -> None:
-    chunked, plain = both_paths(chunk, entropy_grad=True, dtype=dtype, autocast=autocast)
-    assert all(t.dtype == torch.float32 for t in chunked[:3])
-    for one, other in zip(chunked[:3], plain[:3], strict=True):
+    tiled, plain = both_paths(tile, entropy_grad=True, dtype=dtype, autocast=autocast)
+    assert all(t.dtype == torch.float32 for t in tiled[:3])
+    for one, other in zip(tiled[:3], plain[:3], strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
-    for one, other in zip(chunked[3:], plain[3:], strict=True):
+    for one, other in zip(tiled[3:], plain[3:], strict=True):
         assert one.dtype == dtype
         torch.testing.assert_close(one, other, atol=0.05, rtol=0.05)
 
@@ -302,7 +306,7 @@ def test_weight_gradient_is_summed_in_float32() -> None:
     weight = torch.zeros(2, 1, dtype=torch.bfloat16, requires_grad=True)
     hidden = torch.ones(1024, 1, dtype=torch.bfloat16)
     tokens = torch.zeros(1024, dtype=torch.int64)
-    statistics_from_hidden(hidden, weight, tokens, chunk=1).logprobs.sum().backward()
+    statistics_from_hidden(hidden, weight, tokens, tile=(1, 2)).logprobs.sum().backward()
     assert weight.grad is not None
     # Each token gives +-0.5; a sum kept in bf16 stops growing at 128.
     assert weight.grad.flatten().tolist() == [512.0, -512.0]
@@ -311,7 +315,7 @@ def test_weight_gradient_is_summed_in_float32() -> None:
 def test_a_frozen_head_gets_no_gradient() -> None:
     hidden = torch.randn(4, 3, requires_grad=True)
     weight = torch.randn(6, 3)
-    statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), chunk=2).logprobs.sum().backward()
+    statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), tile=(2, 6)).logprobs.sum().backward()
     plain = hidden.detach().clone().requires_grad_()
     token_statistics(plain @ weight.T, ids(0, 1, 2, 3)).logprobs.sum().backward()
     expected = plain.grad
@@ -327,7 +331,7 @@ def test_a_column_of_probability_zero_in_the_head_check_48() -> None:
     gradients = []
     for found in (
         statistics_from_hidden(
-            hidden, weight, ids(0, 1, 3), head_bias=bias, chunk=2, entropy_grad=True
+            hidden, weight, ids(0, 1, 3), head_bias=bias, tile=(2, 3), entropy_grad=True
         ),
         token_statistics(F.linear(hidden, weight, bias), ids(0, 1, 3), entropy_grad=True),
     ):
@@ -335,6 +339,10 @@ def test_a_column_of_probability_zero_in_the_head_check_48() -> None:
         gradients.append(torch.autograd.grad(outputs, (hidden, weight)))
     for one, other in zip(*gradients, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
+
+
+ATEN = torch.ops.aten
+PRODUCTS = (ATEN.mm.default, ATEN.mm.out, ATEN.addmm.default, ATEN.addmm.out, ATEN.addmm_.default)
 
 
 class Operations(TorchDispatchMode):
@@ -349,7 +357,7 @@ class Operations(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         tensors = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
         self.numel = max([self.numel, *(t.numel() for t in tensors)])
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+        if func in PRODUCTS:
             self.product_dtypes += [t.dtype for t in tensors]
         return result
 
@@ -360,30 +368,32 @@ def test_autocast_governs_the_products_of_both_passes(autocast: bool) -> None:
     weight = torch.randn(6, 3, requires_grad=True)
     with Operations() as operations:
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
-            found = statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), chunk=2)
+            found = statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), tile=(2, 6))
         found.logprobs.sum().backward()
     assert set(operations.product_dtypes) == {torch.bfloat16 if autocast else torch.float32}
 
 
 def test_the_logits_are_never_held_whole() -> None:
-    num_tokens, width, vocab_size, chunk = 64, 4, 50, 8
+    num_tokens, width, vocab_size, tile = 64, 4, 50, (16, 25)
     hidden = torch.randn(num_tokens, width, requires_grad=True)
     weight = torch.randn(vocab_size, width, requires_grad=True)
     tokens = torch.randint(0, vocab_size, (num_tokens,))
     with Operations() as operations:
-        found = statistics_from_hidden(hidden, weight, tokens, chunk=chunk, entropy_grad=True)
+        found = statistics_from_hidden(hidden, weight, tokens, tile=tile, entropy_grad=True)
         (found.logprobs + found.entropies).sum().backward()
-    assert operations.numel == chunk * vocab_size
+    assert operations.numel == 16 * 25
 
 
-@pytest.mark.parametrize(("chunk", "num_products"), [(4, 3), (8, 3), (2, 2 * 4)])
-def test_logits_are_computed_again_only_if_there_are_several_chunks(
-    chunk: int, num_products: int
+@pytest.mark.parametrize(
+    ("tile", "num_products"), [((4, 6), 3), ((8, 9), 3), ((2, 6), 8), ((4, 3), 8)]
+)
+def test_logits_are_computed_again_only_if_there_are_several_tiles(
+    tile: tuple[int, int], num_products: int
 ) -> None:
     hidden = torch.randn(4, 3, requires_grad=True)
     weight = torch.randn(6, 3, requires_grad=True)
     with Operations() as operations:
-        found = statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), chunk=chunk)
+        found = statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), tile=tile)
         found.logprobs.sum().backward()
     assert len(operations.product_dtypes) == num_products
 
@@ -467,9 +477,9 @@ def test_a_vocabulary_larger_than_the_logits_is_refused(vocab_size: int) -> None
         log_distribution(torch.zeros(1, 4), vocab_size=vocab_size)
 
 
-def test_a_chunk_of_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="chunk must be at least 1"):
-        statistics_from_hidden(torch.zeros(1, 2), torch.zeros(3, 2), ids(0), chunk=0)
+def test_a_tile_of_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="a tile must hold at least 1 token"):
+        statistics_from_hidden(torch.zeros(1, 2), torch.zeros(3, 2), ids(0), tile=(0, 4))
 
 
 def test_next_token_refuses_the_first_token_and_unequal_shapes() -> None:

@@ -77,7 +77,7 @@ def test_an_endless_comparison_is_killed_and_is_no_wrong_answer(verifier: MathVe
 
 def test_a_process_that_died_is_told_and_replaced(verifier: MathVerifier) -> None:
     assert verifier.equal("1", "1")
-    (process,) = verifier._processes
+    (process,) = verifier._pool._processes
     assert process._running is not None
     process._running[0].kill()
     process._running[0].wait()

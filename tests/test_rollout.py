@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -123,6 +124,27 @@ async def test_failures_are_statuses_without_reward(
     assert words in (trajectory.error or "")
     assert trajectory.num_sampled_tokens == 4, "what was drawn before stays on record"
     assert closed == [1]
+
+
+async def test_a_fault_in_mid_rollout_leaves_one_trace_and_no_turn_twice_check_111() -> None:
+    made: list[ScriptedEnvironment] = []
+    faults: list[Exception] = [OSError("gone")]
+
+    def make(index: int) -> ScriptedEnvironment:
+        third = faults.pop() if faults else Reply("2")
+        made.append(ScriptedEnvironment("12", [Reply("3"), Reply("4"), third, Reply(outcome=1.0)]))
+        return made[-1]
+
+    script = [(5, STOP), (6, STOP), (7, STOP)] + [(n, STOP) for n in (5, 6, 7, 8)]
+    parts, _, _ = setting([], script)
+    parts = dataclasses.replace(parts, task=CoinTask(make=make))
+    failed, again = await play(parts), await play(parts)
+    assert (failed.status, len(failed.turns), failed.reward) == ("env_error", 3, None)
+    assert (again.status, len(again.turns), again.reward) == ("ok", 4, 1.0)
+    assert [[action.text for action in one.actions] for one in made] == [
+        ["5", "6", "7"],
+        ["5", "6", "7", "8"],
+    ]
 
 
 @pytest.mark.parametrize(

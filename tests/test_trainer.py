@@ -198,13 +198,13 @@ def test_a_proximal_pass_is_made_only_when_asked_for(
 ) -> None:
     own = trainer(**table)
     without_gradient = []
-    score = own._score
+    score = own.score
 
     def counted(batch):
         without_gradient.append(not torch.is_grad_enabled())
         return score(batch)
 
-    monkeypatch.setattr(own, "_score", counted)
+    monkeypatch.setattr(own, "score", counted)
     number = table.get("num_minibatches", 1)
     own.train([draw_groups(own.model, seed=i) for i in range(number)])
     assert sum(without_gradient) == passes
@@ -302,12 +302,12 @@ async def test_a_checkpoint_of_another_layout_is_passed_over(
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
     await _write(checkpoints, trainer(), 1)
-    monkeypatch.setattr("estr.checkpoint.FORMAT", 2)
+    monkeypatch.setattr("estr.checkpoint.FORMAT", 3)
     await _write(checkpoints, trainer(), 2)
     monkeypatch.undo()
     folder, _, passed = checkpoints.newest()
     assert folder.name == "step-00000001"
-    assert "step-00000002 has format 2, this estr reads 1" in passed[0]
+    assert "step-00000002 has format 3, this estr reads 2" in passed[0]
 
 
 async def test_a_save_that_fails_leaves_the_old_one_check_123(tmp_path: Path) -> None:

@@ -161,12 +161,11 @@ def conversations(roles: list[str], texts: st.SearchStrategy[str], *, system: bo
 
 ANY = conversations(["user", "tool"], PLAIN, system=True)
 THOUGHTFUL = conversations(["user", "tool"], st.one_of(PLAIN, THINKING), system=True)
-ALTERNATING = conversations(["user"], PLAIN, system=False)
 
 
 @pytest.mark.parametrize(
     ("template", "talk"),
-    [(CHATML, ANY), (LLAMA3, ANY), (GEMMA, ALTERNATING)],
+    [(CHATML, ANY), (LLAMA3, ANY), (GEMMA, ANY)],
     ids=["chatml", "llama3", "gemma"],
 )
 @given(data=st.data())
@@ -236,6 +235,19 @@ def test_a_new_question_drops_old_thinking_and_nothing_is_trained_twice() -> Non
     check(QWEN3, played)
 
 
+def test_roles_that_a_template_does_not_know_are_spoken_by_the_user() -> None:
+    prompt = [said("system", "be brief"), said("user", "1+1?")]
+    played = play(GEMMA, prompt, [CALL, LAST])
+    (segment,) = played.trajectory.segments
+    read = codec_of(GEMMA).decode(segment.token_ids.tolist())
+    assert read == (
+        "<bos><start_of_turn>user\nbe brief\n\n1+1?<end_of_turn>\n<start_of_turn>model\n"
+        "<think>\ncall\n</think>\n\n1+1<end_of_turn>\n"
+        "<start_of_turn>user\n2\n3<end_of_turn>\n<start_of_turn>model\n4<end_of_turn>"
+    )
+    check(GEMMA, played)
+
+
 def test_a_model_may_end_turns_in_another_token_than_its_end_of_text() -> None:
     codec = codec_of(GEMMA)
     (end_of_turn,) = codec.encode("<end_of_turn>")
@@ -256,7 +268,8 @@ def test_a_turn_that_was_cut_is_closed_by_context_not_by_the_model_check_79() ->
 
 
 def test_a_template_that_cannot_go_on_is_an_environment_error() -> None:
-    played = play(GEMMA, [said("user", "?")], [Exchange("2", True, (said("tool", "3"),)), LAST])
+    twice = (said("user", "3"), said("user", "4"))
+    played = play(GEMMA, [said("user", "?")], [Exchange("2", True, twice), LAST])
     assert played.trajectory.status == "env_error"
     assert "roles must alternate" in (played.trajectory.error or "")
     assert played.trajectory.reward is None

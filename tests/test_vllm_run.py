@@ -16,6 +16,7 @@ pytestmark = MARKS
 SHORT = [
     "engine.name=vllm",
     f"engine.python={PYTHON}",
+    "engine.timeout_s=900",  # a busy machine is no hung engine
     "name=short",
     "groups_per_step=4",
     "group_size=4",

@@ -16,7 +16,7 @@ import math
 import sys
 import types
 import typing
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +122,8 @@ def _types(hint: Any) -> Iterator[str]:
         yield f"list of {len(arguments)} numbers"
     elif origin is dict:
         yield "name or table"
+    elif origin is Mapping:
+        yield "table"
     elif origin is types.UnionType:
         yield from (name for a in arguments if a is not type(None) for name in _types(a))
     else:

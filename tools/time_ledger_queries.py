@@ -3,7 +3,9 @@
 python tools/time_ledger_queries.py FOLDER --tokens 100000000
 
 Makes the ledger in FOLDER unless one is there: steps of 100,000 tokens in trajectories of 200, a
-quarter of them read, the rest drawn at lags 0 to 4. Prints one JSON object; seconds of wall time.
+quarter of them read, the rest drawn at lags 0 to 4 (eight steps are drawn, and then repeat). Prints
+one JSON object: seconds of wall time and of CPU time, all threads together. --make only makes the
+ledger.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ import argparse
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +28,17 @@ from estr.ledger.schema import TOKENS, TRAJECTORIES, described
 LENGTH, PROMPT, PER_STEP, GROUP_SIZE = 200, 50, 500, 10
 
 
-def tokens_of_a_step(step: int, rng: np.random.Generator) -> pa.Table:
+def draws(rng: np.random.Generator) -> dict[str, np.ndarray]:
+    """The random columns of a step, and `lag`."""
     total = LENGTH * PER_STEP
-    position = np.tile(np.arange(LENGTH, dtype=np.int32), PER_STEP)
-    read = position < PROMPT
     entropies = rng.gamma(0.5, 1.0, total).astype(np.float32)
     behavior = -rng.exponential(1.0, total).astype(np.float32) * entropies
     noise = rng.normal(0, 0.3, total).astype(np.float32) * np.sqrt(entropies)
     kept = noise**2 <= entropies + 0.01
-    oldest = rng.integers(0, 5, PER_STEP)
-    lag = np.repeat(oldest, LENGTH) * (position < LENGTH // 2)
-    drawn = {
-        "versions": np.maximum(step - 1 - lag, 0).astype(np.int32),
+    oldest = np.repeat(rng.integers(0, 5, PER_STEP), LENGTH)
+    return {
+        "token_ids": (rng.zipf(1.3, total) % 50_000).astype(np.int32),
+        "lag": oldest * (np.arange(total) % LENGTH < LENGTH // 2),
         "behavior_logprobs": behavior,
         "behavior_entropies": entropies,
         "behavior_gini": rng.random(total, dtype=np.float32),
@@ -43,14 +46,22 @@ def tokens_of_a_step(step: int, rng: np.random.Generator) -> pa.Table:
         "kept": kept,
         "clipped": kept & (noise > 0.18),
     }
+
+
+def tokens_of_a_step(step: int, drawn: dict[str, np.ndarray]) -> pa.Table:
+    drawn = dict(drawn)
+    total = LENGTH * PER_STEP
+    position = np.tile(np.arange(LENGTH, dtype=np.int32), PER_STEP)
+    read = position < PROMPT
     columns = {
         "step": np.full(total, step, np.int32),
         "trajectory": np.repeat(np.arange(PER_STEP, dtype=np.int32), LENGTH),
         "segment": np.zeros(total, np.int32),
         "position": position,
-        "token_ids": (rng.zipf(1.3, total) % 50_000).astype(np.int32),
+        "token_ids": drawn.pop("token_ids"),
         "sampled": ~read,
     }
+    drawn["versions"] = np.maximum(step - 1 - drawn.pop("lag"), 0).astype(np.int32)
     arrays = {name: pa.array(values) for name, values in columns.items()}
     arrays |= {name: pa.array(values, mask=read) for name, values in drawn.items()}
     nothing = {f.name: pa.nulls(total, f.type) for f in TOKENS if f.name not in arrays}
@@ -82,25 +93,42 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--tokens", type=int, default=100_000_000)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--make", action="store_true")
     options = parser.parse_args()
-    rng = np.random.default_rng(0)
+    drawn = [draws(np.random.default_rng(seed)) for seed in range(8)]
     if not (options.folder / "ledger").exists():
         for step in range(1, options.tokens // (LENGTH * PER_STEP) + 1):
             tables = {
-                "tokens": tokens_of_a_step(step, rng),
+                "tokens": tokens_of_a_step(step, drawn[step % len(drawn)]),
                 "trajectories": trajectories_of_a_step(step),
             }
             write_tables(options.folder, step, tables)
-    start = time.perf_counter()
-    ledger = open_ledger(options.folder)
-    figures = {"open": time.perf_counter() - start}
+    if options.make:
+        return
+    spent: dict[str, tuple[float, float]] = {}
+    with timed("open", spent):
+        ledger = open_ledger(options.folder, threads=options.threads)
     ((tokens,),) = ledger.query("select count(*) from tokens").rows
     for name, query in shipped_queries().items():
-        start = time.perf_counter()
-        ledger.query(query.sql)
-        figures[name] = time.perf_counter() - start
-    rounded = {name: round(seconds, 2) for name, seconds in figures.items()}
-    print(json.dumps({"tokens": tokens, "cores": os.cpu_count(), "seconds": rounded}))
+        with timed(name, spent):
+            ledger.query(query.sql)
+    figures = {
+        "tokens": tokens,
+        "cores": os.cpu_count(),
+        "threads": options.threads,
+        "wall_s": {name: round(wall_s, 2) for name, (wall_s, _) in spent.items()},
+        "cpu_s": {name: round(cpu_s, 2) for name, (_, cpu_s) in spent.items()},
+    }
+    print(json.dumps(figures))
+
+
+@contextmanager
+def timed(name: str, spent: dict[str, tuple[float, float]]) -> Iterator[None]:
+    """Note wall and CPU seconds of what is done in the context."""
+    wall_s, cpu_s = time.perf_counter(), time.process_time()
+    yield
+    spent[name] = (time.perf_counter() - wall_s, time.process_time() - cpu_s)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ sum of the micro-batches' losses, because every denominator speaks of the whole 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -47,6 +48,7 @@ class Batch:
     step lacks it.
     versions: int32, NOT_SAMPLED where not sampled. advantages: float32, sequence_ids: int64, the
     index of the row's trajectory; both are constant along a row, padding included.
+    ref_logprobs: float32, NaN where not trained on; None where there is no reference.
     denominators: see make_batches. num_sampled_tokens, num_groups: of the whole optimizer step.
     No tensor requires a gradient.
     """
@@ -64,6 +66,13 @@ class Batch:
     num_groups: int
     rows: tuple[Row, ...]
     behavior_gini: Tensor | None = None
+    ref_logprobs: Tensor | None = None
+
+    def token_denominators(self) -> float | Tensor:
+        """The denominators of the eligible tokens alone, flat and in row order."""
+        if isinstance(self.denominators, Tensor):
+            return self.denominators.expand_as(self.loss_mask)[self.loss_mask]
+        return self.denominators
 
 
 def make_batches(
@@ -133,39 +142,66 @@ def make_batches(
     return batches
 
 
+class Places(NamedTuple):
+    """Where tokens stand among all tokens of the trajectories, joined. borders: where each
+    trajectory begins, and at last where all end. eligible[b]: of the eligible tokens of
+    micro-batch b, in row order, int64 [N]."""
+
+    borders: list[int]
+    eligible: list[npt.NDArray[np.int64]]
+
+
+def token_places(batches: Sequence[Batch], trajectories: Sequence[Trajectory]) -> Places:
+    """The places of the micro-batches' tokens. trajectories: as given to make_batches."""
+    borders = [*itertools.accumulate((t.num_tokens for t in trajectories), initial=0)]
+    eligible = []
+    for batch in batches:
+        segments = [_segment(trajectories, row) for row in batch.rows]
+        lengths = [len(segment) for segment in segments]
+        begins = [
+            borders[row.trajectory]
+            + sum(len(s) for s in trajectories[row.trajectory].segments[: row.segment])
+            for row in batch.rows
+        ]
+        shifts = np.array(begins) - np.array([0, *itertools.accumulate(lengths[:-1])])
+        drawn = np.flatnonzero(np.concatenate([segment.sampled for segment in segments]))
+        eligible.append(drawn + np.repeat(shifts, lengths)[drawn])
+    return Places(borders, eligible)
+
+
 def scatter_back(
-    batches: Sequence[Batch], tensors: Sequence[Tensor], trajectories: Sequence[Trajectory]
+    batches: Sequence[Batch],
+    tensors: Sequence[Tensor],
+    trajectories: Sequence[Trajectory],
+    *,
+    places: Places | None = None,
 ) -> list[AnyArray]:
     """Per-token results of the micro-batches, back in the order of the trajectories.
 
     tensors[b]: [rows, T] of batches[b], or [N] with one entry for each place where its loss_mask
-    holds, in row order; all of one dtype. trajectories: as given to make_batches. Returns one
-    array [num_tokens] per trajectory, its segments joined; places that are not trained on hold NaN
-    (floats), False (bool) or NOT_SAMPLED (integers). Raises ValueError where a tensor is missing or
-    does not fit its batch.
+    holds, in row order; all of one dtype. trajectories: as given to make_batches. places: what
+    `token_places` says of them, for who scatters more than once. Returns one array [num_tokens] per
+    trajectory, its segments joined; places that are not trained on hold NaN (floats), False (bool)
+    or NOT_SAMPLED (integers). Raises ValueError where a tensor is missing or does not fit its
+    batch.
     """
     if len(batches) != len(tensors):
         raise ValueError(f"{len(batches)} batches but {len(tensors)} tensors")
+    if places is None:
+        places = token_places(batches, trajectories)
     dtype = tensors[0].detach().cpu().numpy().dtype if tensors else np.dtype(np.float32)
     fill = {"f": math.nan, "b": False}.get(dtype.kind, NOT_SAMPLED)
-    arrays: list[AnyArray] = [np.full(t.num_tokens, fill, dtype=dtype) for t in trajectories]
-    for batch, tensor in zip(batches, tensors, strict=True):
+    joined: AnyArray = np.full(places.borders[-1], fill, dtype=dtype)
+    for batch, tensor, where in zip(batches, tensors, places.eligible, strict=True):
         mask = batch.loss_mask
-        num_eligible = int(mask.sum())
-        if tensor.shape not in (mask.shape, (num_eligible,)):
+        if tensor.shape not in (mask.shape, where.shape):
             raise ValueError(
                 f"a result of shape {tuple(tensor.shape)} does not fit its batch: expected "
-                f"{tuple(mask.shape)}, or {(num_eligible,)} for its eligible tokens alone"
+                f"{tuple(mask.shape)}, or {where.shape} for its eligible tokens alone"
             )
-        values = (tensor if tensor.dim() == 1 else tensor[mask]).detach().cpu().numpy()
-        borders = [0, *mask.sum(dim=1).cumsum(dim=0).tolist()]
-        for row, (begin, end) in zip(batch.rows, pairwise(borders), strict=True):
-            segments = trajectories[row.trajectory].segments
-            start = sum(len(segment) for segment in segments[: row.segment])
-            segment = segments[row.segment]
-            of_segment = arrays[row.trajectory][start : start + len(segment)]
-            of_segment[segment.sampled] = values[begin:end]
-    return arrays
+        values = tensor if tensor.dim() == 1 else tensor[mask]
+        joined[where] = values.detach().cpu().numpy()
+    return [joined[start:stop] for start, stop in pairwise(places.borders)]
 
 
 def _check(

@@ -9,8 +9,9 @@ Drawn ids are only ever appended to, never encoded again: a tokenizer need not g
 that a model drew, and log-probs belong to ids. Where a chat template renders what came before in
 another way once more messages follow (it drops old thinking, it moves the system message), nothing
 can be appended: a new segment starts with the whole conversation as context, so that no drawn token
-stands in two segments as drawn. `Codec` works on any Hugging Face tokenizer; this module itself
-imports none of it.
+stands in two segments as drawn. Not every template knows every role: a system message then opens
+the first question, and tools answer in the name of the user. `Codec` works on any Hugging Face
+tokenizer; this module itself imports none of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
 from typing import Any, Protocol, cast
 
 from .environment import Message, Prompt
@@ -25,6 +28,8 @@ from .errors import ConfigError, DataError
 
 _MARK = "\N{LEFT CEILING}turn%d\N{RIGHT CEILING}"
 """Ends what the model wrote while a template renders it; numbered so that no message holds it."""
+
+_ASKED: Message = {"role": "user", "content": "?"}
 
 
 class Codec:
@@ -51,8 +56,7 @@ class Codec:
         """
         if not _is_messages(observation):
             return self._ids(observation)
-        asked: list[Message] = [{"role": "user", "content": "?"}]
-        _, behind = self.render_around(asked, "", cast("Sequence[Message]", observation))
+        _, behind = self.render_around([_ASKED], "", cast("Sequence[Message]", observation))
         return self.encode_behind(behind, last_id)
 
     def render_around(
@@ -103,9 +107,8 @@ class Codec:
 
     def _turn_end(self) -> list[int]:
         """The special token that the chat template puts behind a turn, if there is one."""
-        asked: list[Message] = [{"role": "user", "content": "?"}]
         try:
-            _, behind = self.render_around(asked, "", asked)
+            _, behind = self.render_around([_ASKED], "", [_ASKED])
         except DataError:
             return []
         ids = self.encode(behind)[:1]
@@ -127,8 +130,47 @@ class Codec:
         ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
         return ids
 
+    def habits(self) -> list[str]:
+        """What becomes of roles that the chat template does not know, for people."""
+        if not self._tokenizer.chat_template:
+            return []
+        return [
+            f"the chat template knows no {role} role: {instead}"
+            for role, known, instead in (
+                ("system", self._knows_system, "a system message opens the first question"),
+                ("tool", self._knows_tools, "tools answer in the name of the user"),
+            )
+            if not known
+        ]
+
+    @cached_property
+    def _knows_system(self) -> bool:
+        return self._shows({"role": "system", "content": _MARK % 0}, _ASKED)
+
+    @cached_property
+    def _knows_tools(self) -> bool:
+        said: Message = {"role": "assistant", "content": "?"}
+        return self._shows(_ASKED, said, {"role": "tool", "content": _MARK % 0})
+
+    def _shows(self, *messages: Message) -> bool:
+        """Does the template render the mark in one of them? Some drop a role that they do not know,
+        some raise."""
+        try:
+            return _MARK % 0 in self._rendered(messages)
+        except DataError:
+            return False
+
     def render(self, messages: Sequence[Message]) -> str:
-        """The messages up to where the assistant speaks. Raises DataError."""
+        """The messages up to where the assistant speaks, in roles that the template knows. Raises
+        DataError."""
+        roles = {message.get("role") for message in messages}
+        if "system" in roles and not self._knows_system:
+            messages = _opened_by_system(messages)
+        if "tool" in roles and not self._knows_tools:
+            messages = _answered_by_user(messages)
+        return self._rendered(messages)
+
+    def _rendered(self, messages: Sequence[Message]) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -207,6 +249,28 @@ class Transcript:
         if _without_spaces(before) == _without_spaces(written):
             return Extension(self._codec.encode_behind(behind, last_id))
         return Extension(self._codec.encode(self._rendered), rewritten=True)
+
+
+def _opened_by_system(messages: Sequence[Message]) -> list[Message]:
+    """A system message at the start, as the beginning of the first question."""
+    first, *others = messages
+    if first.get("role") != "system":
+        return list(messages)
+    text = str(first["content"])
+    if others and others[0].get("role") == "user":
+        text = "\n\n".join(part for part in (text, str(others.pop(0)["content"])) if part)
+    return [{"role": "user", "content": text}, *others]
+
+
+def _answered_by_user(messages: Sequence[Message]) -> list[Message]:
+    """Every run of tool messages as one message of the user, since roles may have to alternate."""
+    told: list[Message] = []
+    for is_tool, run in groupby(messages, key=lambda message: message.get("role") == "tool"):
+        if is_tool:
+            told.append({"role": "user", "content": "\n".join(str(m["content"]) for m in run)})
+        else:
+            told += run
+    return told
 
 
 def _without_spaces(text: str) -> str:

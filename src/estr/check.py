@@ -10,7 +10,6 @@ the very path that a rollout takes (tokenizer, budgets, stop tokens, grader).
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import tomllib
 from collections.abc import Callable, Sequence
@@ -19,12 +18,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from . import blocking
 from .chat import Codec
 from .config import Recipe, load_recipe, recipe_from_table
 from .engine import ScriptedEngine
-from .engines.interpreter import require_interpreter
 from .environment import Task
 from .errors import ConfigError, EstrError
+from .machine import check_devices, check_packages
+from .options.tasks import entries
+from .problems import check_curriculum
 from .rollout import RolloutSetting, run_rollout
 from .types import RolloutId, SamplingSettings, Segment, Trajectory
 
@@ -65,16 +67,17 @@ def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
         _check_tables(path, findings)
         return findings
     recipe = findings.recipe
-    task = findings.attempt(lambda: _task(recipe, findings))
-    codec = (
-        None
-        if _is_elsewhere(recipe.model, findings)
-        else findings.attempt(lambda: _codec(recipe, findings))
-    )
+    findings.attempt(partial(check_packages, recipe))
+    tasks = findings.attempt(lambda: _tasks(recipe, findings)) or []
+    codec = None
+    if not _is_elsewhere(recipe.model, findings):
+        findings.attempt(partial(check_devices, recipe))
+        codec = findings.attempt(lambda: _codec(recipe, findings))
     findings.attempt(lambda: _correction(recipe, findings))
-    findings.attempt(lambda: require_interpreter(recipe.engine))
-    if task is not None and codec is not None:
-        stops = findings.attempt(lambda: codec.resolve_stops(task.stop))
+    if codec is None:
+        return findings
+    for task in tasks:
+        stops = findings.attempt(partial(codec.resolve_stops, task.stop))
         if stops is not None:
             findings.notes.append(f"a turn ends at token {' or '.join(map(str, stops))}")
             findings.decode = codec.decode
@@ -96,17 +99,28 @@ def _check_tables(path: Path | None, findings: Findings) -> None:
             findings.attempt(partial(recipe_from_table, {key: value}))
 
 
-def _task(recipe: Recipe, findings: Findings) -> Task:
-    from .environments import build_task
+def _tasks(recipe: Recipe, findings: Findings) -> list[Task]:
+    from .environments import build_tasks
 
-    task = build_task(recipe.task)
+    tasks = list(build_tasks(recipe.task).values())
+    for task in tasks:
+        _note_sizes(task, findings)
+    check_curriculum(recipe, tasks)
+    if len(tasks) > 1:
+        weights = [entry.weight for entry in entries(recipe.task)]
+        shares = zip(tasks, weights, strict=True)
+        shown = ", ".join(f"{task.name} {w / sum(weights):.0%}" for task, w in shares)
+        findings.notes.append(f"groups are mixed by weight: {shown}")
+    return tasks
+
+
+def _note_sizes(task: Task, findings: Findings) -> None:
     sizes = {split: task.size(split) for split in ("train", "test")}
     shown = ", ".join(f"{'endless' if n is None else n} {split}" for split, n in sizes.items())
     findings.notes.append(f"task {task.name}: {shown} problems, at most {task.max_turns} turns")
     for split, size in sizes.items():
         if size == 0:
             raise ConfigError(f"task {task.name} has no problem in its {split!r} split")
-    return task
 
 
 def _is_elsewhere(model: str, findings: Findings) -> bool:
@@ -137,7 +151,9 @@ def _codec(recipe: Recipe, findings: Findings) -> Codec:
     ignored = ignored_sampling_settings(folder)
     if ignored:
         findings.notes.append(f"its generation_config is not applied: {ignored}")
-    return Codec(load_tokenizer(folder))
+    codec = Codec(load_tokenizer(folder))
+    findings.notes += codec.habits()
+    return codec
 
 
 def _correction(recipe: Recipe, findings: Findings) -> None:
@@ -145,6 +161,11 @@ def _correction(recipe: Recipe, findings: Findings) -> None:
 
     needs = sorted(build_correction(recipe.correction).needs)
     names = " + ".join(str(entry["name"]) for entry in recipe.correction)
+    if recipe.kl.coefficient and (recipe.kl.place, recipe.kl.estimator) == ("reward", "k3"):
+        findings.notes.append(
+            "kl.estimator = 'k3' in the reward hardly holds the policy back near the reference; "
+            "'k1' does (docs/mathematics.md)"
+        )
     findings.notes.append(f"correction {names} reads {', '.join(needs) or 'nothing but log-probs'}")
 
 
@@ -164,8 +185,10 @@ def _play_gold_answers(
             turns = task.gold(split, problem)
             setting = _setting(recipe, task, codec, sampling, split, turns)
             name = RolloutId(0, problem, 0)
-            work = run_rollout(setting, name, problem, dispatch_version=0, deadline_version=0)
-            trajectory = asyncio.run(work)
+            play = partial(
+                run_rollout, setting, name, problem, dispatch_version=0, deadline_version=0
+            )
+            trajectory = blocking.run(play)
             if split == "train" and problem < NUM_SHOWN:
                 findings.shown.append(trajectory if turns else _prompt_of(trajectory))
             complaint = _complaint(trajectory, played=bool(turns))

@@ -4,7 +4,7 @@
         model.safetensors       float32 master weights
         optimizer.safetensors   exp_avg, exp_avg_sq and step of every parameter
         trainer.json            step and version counters, learning-rate position
-        state.json              the controller's part: cursor, groups, members, evaluations
+        state.json              the controller's part: problems, groups, members, evaluations
         rollouts.safetensors    tokens of finished and of growing rollouts (estr.rollout_state)
         manifest.json           size and SHA-256 of all of these; written last
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from .rollout_state import Columns
     from .trainer import Trainer
 
-FORMAT = 1
+FORMAT = 2
 """Layout of a checkpoint; one of another layout is named and passed over."""
 
 _MANIFEST = "manifest.json"
@@ -142,7 +142,11 @@ def save_trainer(trainer: Trainer, folder: Path) -> None:
         for key, value in trainer.optimizer.state[parameter].items():
             moments[f"{key}.{name}"] = value.detach().cpu().contiguous()
     _write_synced(folder / "optimizer.safetensors", save(moments))
-    counters = {"step": trainer.step, "version": trainer.version}
+    counters = {
+        "step": trainer.step,
+        "version": trainer.version,
+        "initial_digest": trainer.initial_digest,
+    }
     _write_synced(folder / "trainer.json", json.dumps(counters).encode())
 
 
@@ -159,6 +163,12 @@ def restore_trainer(trainer: Trainer, folder: Path) -> None:
     if foreign:
         raise CheckpointError(
             f"checkpoint {folder} is of another model: {', '.join(sorted(foreign)[:4])} differ"
+        )
+    started_from = counters.get("initial_digest")
+    if trainer.initial_digest and started_from and trainer.initial_digest != started_from:
+        raise CheckpointError(
+            f"the model of the recipe is not the one that checkpoint {folder} started from, which "
+            "its reference and its adapters stand on; put that model back"
         )
     trainer.load_master_state(weights)
     for name, parameter in trainer.parameters.items():

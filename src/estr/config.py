@@ -11,6 +11,7 @@ Unknown keys are refused at every level, with the nearest known one. No torch is
 from __future__ import annotations
 
 import dataclasses
+import re
 import tomllib
 import typing
 from collections.abc import Iterable, Mapping
@@ -24,14 +25,19 @@ from .errors import ConfigError
 from .options.corrections import CORRECTION_OPTIONS, require
 from .options.run import (
     CheckpointOptions,
+    CurriculumOptions,
     EngineOptions,
     EvalOptions,
+    KlOptions,
+    LoraOptions,
     LossOptions,
     RolloutOptions,
     SamplingOptions,
     TrainerOptions,
+    WandbOptions,
 )
 from .options.suggest import suggest
+from .options.tasks import MIX, entries
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -47,7 +53,7 @@ class Recipe:
     """"builtin", "smollm2-135m-instruct", "warmstart" or "warmstart:SEED" (a small decoder that has
     seen the task played, badly), or the folder of a Hugging Face causal LM."""
     task: Table = field(default_factory=lambda: {"name": "calculator"})
-    """A name and its options."""
+    """A name and its options; several (`[[task]]`) are mixed by weight, docs/several-tasks.md."""
     correction: tuple[Table, ...] = ({"name": "estr"},)
     """One correction or several: masks and weights multiply, at most one brings a surrogate."""
     seed: int = 0
@@ -77,10 +83,14 @@ class Recipe:
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
+    lora: LoraOptions = field(default_factory=LoraOptions)
     loss: LossOptions = field(default_factory=LossOptions)
+    kl: KlOptions = field(default_factory=KlOptions)
+    curriculum: CurriculumOptions = field(default_factory=CurriculumOptions)
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    wandb: WandbOptions = field(default_factory=WandbOptions)
 
     def __post_init__(self) -> None:
         require(
@@ -156,7 +166,7 @@ def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
     """A validated Recipe from nested dicts. Raises ConfigError."""
     table = dict(table)
     if "task" in table:
-        table["task"] = _named(table["task"], "task")
+        table["task"] = _task(table["task"])
     if "correction" in table:
         entries = table["correction"]
         entries = entries if isinstance(entries, list | tuple) else [entries]
@@ -169,6 +179,17 @@ def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
     for i, entry in enumerate(recipe.correction):
         correction_options(entry, _correction_place(i, len(recipe.correction)))
     return recipe
+
+
+def _task(entry: Any) -> Table:
+    """The `task` key: a name, a table, or several."""
+    if isinstance(entry, list | tuple) and len(entry) == 1:
+        entry = entry[0]
+    if isinstance(entry, list | tuple):
+        entry = {"name": MIX, "tasks": list(entry)}
+    table = _named(entry, "task")
+    entries(table)
+    return table
 
 
 def _correction_place(index: int, number: int) -> str:
@@ -229,6 +250,41 @@ def _homes() -> dict[str, list[str]]:
     return homes
 
 
+def correction_entries(text: str) -> tuple[Table, ...]:
+    """The `correction` tables that one line describes: NAME, or NAME:key=value,key=value, several
+    of them joined by +, as in "estr:tau=0.5,surrogate=none + tis:level=geometric". A correction of
+    one's own is "module:Class" or "module:Class:key=value". Values are read as those of --set are.
+
+    Raises ConfigError on text of another form, unknown names, keys and values.
+    """
+    parts = re.split(r"\s*\+\s*(?=[A-Za-z_])", text.strip())  # not the + of 1e+3
+    entries = []
+    for i, part in enumerate(parts):
+        name, colon, options = part.rpartition(":")
+        if "=" not in options:
+            name, colon, options = part, "", ""
+        entry: Table = {"name": name.strip()}
+        for option in options.split(",") if colon else ():
+            key, equals, value = option.partition("=")
+            if not (equals and key.strip() and name):
+                raise ConfigError(
+                    f"correction {text!r}: {option.strip()!r} is not of the form key=value; "
+                    "write NAME:key=value,key=value, several corrections joined by +"
+                )
+            entry[key.strip()] = _toml_value(value)
+        correction_options(entry, _correction_place(i, len(parts)))
+        entries.append(entry)
+    return tuple(entries)
+
+
+def _toml_value(text: str) -> Any:
+    """A value of the command line: TOML, or the text itself where it is not."""
+    try:
+        return tomllib.loads(f"v = {text}")["v"]
+    except tomllib.TOMLDecodeError:
+        return text.strip()
+
+
 def _explain(error: str, cls: Any, table: Mapping[str, Any], place: str) -> str:
     """msgspec's message with the full path of the key, its value and what it may be."""
     text, _, path = error.partition(" - at `$")
@@ -271,10 +327,7 @@ def _apply_override(table: Table, override: str) -> None:
     path = key.strip().split(".")
     if not equals or not all(path):
         raise ConfigError(f"--set {override!r} is not of the form key=value")
-    try:
-        value = tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
-        value = text.strip()
+    value = _toml_value(text)
     defaults = Recipe()
     open_defaults: Table = {"task": defaults.task, "correction": defaults.correction[0]}
     node = table

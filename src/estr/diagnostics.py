@@ -135,6 +135,20 @@ def trajectory_diagnostics(
     return metrics
 
 
+def task_diagnostics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """What each task of a step with several of them had: task/NAME/outcome_mean and
+    task/NAME/reward_mean over its scored trajectories, task/NAME/length_mean over sampled tokens of
+    all of its trajectories, task/NAME/num_trajectories."""
+    metrics = Metrics()
+    for t in trajectories:
+        metrics.add_sum(f"task/{t.task}/num_trajectories", 1)
+        metrics.add_mean(f"task/{t.task}/length_mean", t.num_sampled_tokens)
+        if t.reward is not None and t.outcome is not None:
+            metrics.add_mean(f"task/{t.task}/reward_mean", t.reward)
+            metrics.add_mean(f"task/{t.task}/outcome_mean", t.outcome)
+    return metrics
+
+
 def _add_staleness(
     metrics: Metrics, trajectories: Sequence[Trajectory], target_version: int
 ) -> None:

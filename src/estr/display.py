@@ -26,6 +26,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .evaluation_records import stretches
+from .options.tasks import title
 from .progress import Row
 
 if TYPE_CHECKING:
@@ -383,8 +384,8 @@ def rollout_lines(trajectory: Trajectory, decode: Decode) -> Text:
 
 def _progress(recipe: Recipe, folder: RunFolder, first_step: int) -> RunProgress:
     corrections = " + ".join(str(entry["name"]) for entry in recipe.correction)
-    title = f"{folder.path}: {recipe.model} on {recipe.task['name']}, correction {corrections}"
-    return RunProgress(printable(title), recipe.steps, recipe.max_staleness, step=first_step)
+    heading = f"{folder.path}: {recipe.model} on {title(recipe.task)}, correction {corrections}"
+    return RunProgress(printable(heading), recipe.steps, recipe.max_staleness, step=first_step)
 
 
 def _grid(lines: Sequence[tuple[str, str]]) -> Table:

@@ -17,10 +17,12 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from . import blocking
 from .config import Recipe
 from .environment import Task
 from .errors import ConfigError, EngineError, WeightsError
@@ -40,6 +42,7 @@ from .subject import (
     Subject,
     WhichWeights,
     build_setting,
+    build_settings,
     find_subject,
     stamp_version,
     torch_threads,
@@ -161,7 +164,7 @@ def _check_request(problems: Sequence[int], k: int, seed: int, concurrency: int)
 
 
 def evaluate_model(
-    source: str | Path,
+    source: str | os.PathLike[str],
     *,
     task: str | None = None,
     k: int | None = None,
@@ -190,8 +193,8 @@ def evaluate_model(
 
 
 def compare_models(
-    source: str | Path,
-    against: str | Path,
+    source: str | os.PathLike[str],
+    against: str | os.PathLike[str],
     *,
     task: str | None = None,
     k: int | None = None,
@@ -237,9 +240,10 @@ def _evaluate_subject(subject: Subject, out: Path | None) -> EvalResult:
     recipe = subject.recipe
     with torch_threads(recipe.engine.threads), _rollouts_in(out, subject) as kept:
         setting = _setting(subject)
-        work = _evaluate_first(setting, recipe, recipe.eval.problems, recipe.eval.k, kept)
         try:
-            result = asyncio.run(work)
+            result = blocking.run(
+                lambda: _evaluate_first(setting, recipe, recipe.eval.problems, recipe.eval.k, kept)
+            )
         finally:
             if kept is not None:
                 kept.write_transcripts()
@@ -287,7 +291,7 @@ def sample_rollouts(
                 await asyncio.gather(*(_rollout(setting, recipe.seed, p) for p in problems))
             )
 
-        return asyncio.run(play()), setting.codec.decode
+        return blocking.run(play), setting.codec.decode
 
 
 def _setting(subject: Subject) -> RolloutSetting:
@@ -344,22 +348,24 @@ class EvaluatorHost:
         self._recipe = recipe
         self._store = store
         self._model = load_model(folder, dtype=recipe.engine.dtype, device=recipe.engine.device)
-        self._setting = build_setting(
+        self._settings = build_settings(
             self._model, folder, recipe, version=-1, temperature=recipe.eval.temperature
         )
 
-    def evaluate(self, version: int, num_problems: int, k: int) -> EvalResult:
-        """Load that version and evaluate it. Raises WeightsError if the store no longer has it."""
+    def evaluate(self, version: int, num_problems: int, k: int) -> list[EvalResult]:
+        """Load that version and evaluate it on each task, one after the other. Raises WeightsError
+        if the store no longer has it."""
         return asyncio.run(self._evaluate(version, num_problems, k))
 
-    async def _evaluate(self, version: int, num_problems: int, k: int) -> EvalResult:
-        if self._setting.engine.version != version:
-            await self._setting.engine.load(version, self._store, "recompute")
-        return await _evaluate_first(self._setting, self._recipe, num_problems, k)
+    async def _evaluate(self, version: int, num_problems: int, k: int) -> list[EvalResult]:
+        engine = self._settings[0].engine
+        if engine.version != version:
+            await engine.load(version, self._store, "recompute")
+        return [await _evaluate_first(s, self._recipe, num_problems, k) for s in self._settings]
 
     def export(self, folder: Path) -> None:
         """The weights evaluated last as a Hugging Face folder, which remembers their version."""
         from .models import load_tokenizer, save_model
 
-        stamp_version(self._model, self._setting.engine.version)
+        stamp_version(self._model, self._settings[0].engine.version)
         save_model(self._model, load_tokenizer(self._folder), folder)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
@@ -16,8 +17,9 @@ if TYPE_CHECKING:
 class EvaluatorClient(Protocol):
     """What the loop asks of an evaluator."""
 
-    async def evaluate(self, version: int, num_problems: int) -> EvalResult:
-        """Held-out accuracy of a version that the store still has. Raises WeightsError if not."""
+    async def evaluate(self, version: int, num_problems: int) -> Sequence[EvalResult]:
+        """What each task of the run says of a version that the store still has, on num_problems of
+        its problems. Raises WeightsError if it has not."""
         ...
 
     async def export(self, folder: Path) -> None:
@@ -26,11 +28,27 @@ class EvaluatorClient(Protocol):
 
 
 class Accuracy(NamedTuple):
-    """One evaluation: held-out accuracy of a version, and the lower end of its interval."""
+    """One evaluation: held-out accuracy of a version, and the lower end of its interval; of several
+    tasks as in `mean_and_interval`."""
 
     version: int
     accuracy: float
     lower: float
+
+
+def mean_and_interval(results: Sequence[EvalResult]) -> tuple[float, float, float]:
+    """(accuracy, low, high). Of several tasks: the mean over them, whatever their weights, and the
+    interval of that mean (the samples are independent: distances to the ends add as squares)."""
+    if len(results) == 1:
+        low, high = results[0].avg_interval
+        return float(results[0].avg_at_k), float(low), float(high)
+    averages = [float(result.avg_at_k) for result in results]
+    ends = [result.avg_interval for result in results]
+    below = math.hypot(*(a - low for a, (low, _) in zip(averages, ends, strict=True)))
+    above = math.hypot(*(high - a for a, (_, high) in zip(averages, ends, strict=True)))
+    number = len(results)
+    mean = sum(averages) / number
+    return mean, mean - below / number, mean + above / number
 
 
 @dataclass(slots=True)
@@ -41,7 +59,7 @@ class Evaluations:
     options: EvalOptions
     evaluator: EvaluatorClient | None = None
     model_best: Path | None = None
-    on_result: Callable[[int, EvalResult], None] = lambda version, result: None
+    on_result: Callable[[Accuracy, Sequence[EvalResult]], None] = lambda accuracy, results: None
     found: list[Accuracy] = field(default_factory=list)
 
     def due(self, step: int, steps_made: int, total_steps: int) -> bool:
@@ -53,11 +71,11 @@ class Evaluations:
         """Held-out accuracy of a version, told and kept; the best one so far is exported."""
         if self.evaluator is None:
             return None
-        result = await self.evaluator.evaluate(version, num_problems)
+        results = await self.evaluator.evaluate(version, num_problems)
         best = max((entry.lower for entry in self.found), default=-1.0)
-        entry = Accuracy(version, float(result.avg_at_k), float(result.avg_interval[0]))
+        entry = Accuracy(version, *mean_and_interval(results)[:2])
         self.found.append(entry)
-        self.on_result(version, result)
+        self.on_result(entry, results)
         if entry.lower > best and self.model_best is not None:
             await self.evaluator.export(self.model_best)
         return entry.accuracy

@@ -39,12 +39,12 @@ class EvaluatorProcess:
         )
         return cls(worker, recipe.eval.k)
 
-    async def evaluate(self, version: int, num_problems: int) -> EvalResult:
-        """Held-out accuracy of a version that the store still has. Raises WeightsError if not."""
-        result: EvalResult = await self.worker.call(
+    async def evaluate(self, version: int, num_problems: int) -> list[EvalResult]:
+        """What each task says of a version that the store still has. Raises WeightsError if not."""
+        results: list[EvalResult] = await self.worker.call(
             "evaluate", version, num_problems, self._k, timeout_s=_TIMEOUT_S
         )
-        return result
+        return results
 
     async def export(self, folder: Path) -> None:
         """The weights evaluated last as a Hugging Face folder."""

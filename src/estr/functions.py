@@ -40,6 +40,11 @@ def import_object(target: str, key: str) -> Any:
     module, colon, attribute = target.partition(":")
     if not (colon and module and attribute):
         raise ConfigError(f'{key} = {target!r} cannot be imported: write "package.module:name"')
+    if module == "__main__":
+        raise ConfigError(
+            f"{key} = {target!r}: the processes of a run cannot import what a script or a notebook "
+            "defines; put it into a file beside it, and name that file's module"
+        )
     if os.getcwd() not in sys.path and "" not in sys.path:
         sys.path.append(os.getcwd())
     try:

@@ -1,7 +1,7 @@
 """Log-prob, entropy and gini of the distribution that tokens are really drawn from.
 
     logits ----------------> log_distribution --+--> token_statistics --> TokenStatistics
-    hidden @ head, in chunks ------------------ +        (sampler and trainer alike)
+    hidden @ head, in tiles --> tiled_head -----+        (sampler and trainer alike)
 
 One definition serves the sampler and the trainer: temperature on the logits first, columns beyond
 the real vocabulary left out, natural logarithm, float32 (float64 for float64 input). Nothing is
@@ -12,14 +12,12 @@ nowhere else.
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
-_LOG_ZERO = -200.0
-"""exp of it is 0 in float32, so a column of probability zero adds 0 * -200 and not 0 * -inf."""
+from .tiled_head import LOG_ZERO, HeadSettings, HeadStatistics, default_tile
 
 
 class TokenStatistics(NamedTuple):
@@ -100,7 +98,7 @@ def entropy_and_gini(log_probs: Tensor, *, gini: bool = True) -> tuple[Tensor, T
         ginis = _gini(log_probs, probs) if gini else None
         entropies = probs.mul_(log_probs).sum(dim=-1).neg_()
     if differentiable or bool(entropies.isnan().any()):
-        finite = log_probs.clamp(min=_LOG_ZERO)
+        finite = log_probs.clamp(min=LOG_ZERO)
         entropies = -(finite.exp() * finite).sum(dim=-1)
     return entropies.clamp(min=0.0), ginis
 
@@ -152,152 +150,40 @@ def statistics_from_hidden(
     head_bias: Tensor | None = None,
     temperature: float = 1.0,
     vocab_size: int | None = None,
-    chunk: int = 1024,
+    tile: tuple[int, int] | None = None,
     gini: bool = True,
     entropy_grad: bool = False,
 ) -> TokenStatistics:
     """`token_statistics` of the logits hidden @ head_weight.T + head_bias, never held whole.
 
-    hidden: [N, D]. head_weight: [V, D]. head_bias: [V] or None. token_ids: [N]. At most `chunk`
-    rows of logits exist at once: the backward pass computes them again, chunk by chunk (not when
-    one chunk holds all). The chunk size changes neither values nor gradients beyond the rounding of
-    a matrix product.
+    hidden: [N, D]. head_weight: [V, D]. head_bias: [V] or None. token_ids: [N]. At most `tile`
+    (tokens, columns) logits exist at once, None: as many as fit into a core's cache. The backward
+    pass computes them again (not when one tile holds all). Beside the outputs and the gradients
+    both passes need a few tiles of memory, whatever N is; products in 16 bits also a copy of
+    `hidden`, and its gradient in float32. The tile changes neither values nor gradients beyond
+    rounding.
 
     The matrix products run in the dtype of autocast if it is on, else in that of the inputs;
-    everything after them is float32, and so is the sum of the weight gradient over the chunks.
+    everything after them is float32, and so is the sum of the weight gradient over the tokens.
     Gradients reach hidden, head_weight and head_bias through logprobs, and through entropies with
     entropy_grad; gini carries none. There is no second derivative.
 
-    Raises ValueError as `token_statistics` does, and for chunk < 1.
+    Raises ValueError as `token_statistics` does, and for a tile without an entry.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1 token, not {chunk}")
     _check_temperature(temperature)
     columns = _real_columns(vocab_size, len(head_weight))
     if columns < len(head_weight):
         head_weight = head_weight[:columns]
         head_bias = None if head_bias is None else head_bias[:columns]
     _check_tokens(token_ids, columns)
-    settings = _HeadSettings(
-        temperature, chunk, gini, entropy_grad, _product_dtype(hidden, head_weight)
-    )
-    outputs = _HeadStatistics.apply(  # type: ignore[no-untyped-call]
+    tile = default_tile(hidden.device, columns) if tile is None else tile
+    if min(tile) < 1:
+        raise ValueError(f"a tile must hold at least 1 token and 1 column, not {tile}")
+    settings = HeadSettings(temperature, tile, entropy_grad, _product_dtype(hidden, head_weight))
+    logprobs, entropies, ginis = HeadStatistics.apply(  # type: ignore[no-untyped-call]
         hidden, head_weight, head_bias, token_ids.long(), settings
     )
-    return TokenStatistics(*outputs)
-
-
-class _HeadSettings(NamedTuple):
-    temperature: float
-    chunk: int
-    gini: bool
-    entropy_grad: bool
-    product_dtype: torch.dtype
-
-
-class _HeadStatistics(torch.autograd.Function):
-    """The gradient of a log-prob to the logits is (onehot - p) / temperature, that of the entropy
-    -p (log p + H) / temperature; the rest is two matrix products a chunk."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        token_ids: Tensor,
-        settings: _HeadSettings,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        head = _Head(hidden, weight, bias, settings)
-        chunks = _chunks(len(hidden), settings.chunk)
-        logprobs, entropies, ginis = [], [], []
-        for rows in chunks:
-            log_probs = head.log_probs(rows)
-            logprobs.append(log_probs.gather(-1, token_ids[rows].unsqueeze(-1)).squeeze(-1))
-            entropy, gini = entropy_and_gini(log_probs, gini=settings.gini)
-            entropies.append(entropy)
-            if gini is not None:
-                ginis.append(gini)
-        outputs = torch.cat(logprobs), torch.cat(entropies), torch.cat(ginis) if ginis else None
-        kept = log_probs if len(chunks) == 1 else None
-        ctx.save_for_backward(hidden, weight, bias, token_ids, outputs[1], kept)
-        ctx.settings = settings
-        ctx.set_materialize_grads(False)
-        detached = outputs[2:] if settings.entropy_grad else outputs[1:]
-        ctx.mark_non_differentiable(*(t for t in detached if t is not None))
-        return outputs
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(
-        ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, _gini: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token_ids, entropies, kept = ctx.saved_tensors
-        head = _Head(hidden, weight, bias, ctx.settings)
-        wanted = ctx.needs_input_grad
-        grad_hidden = torch.empty_like(hidden) if wanted[0] else None
-        grad_weight: Tensor | None = None
-        grad_bias: Tensor | None = None
-        for rows in _chunks(len(hidden), ctx.settings.chunk):
-            grad_logits = _grad_logits(
-                head.log_probs(rows) if kept is None else kept,
-                token_ids[rows],
-                None if grad_logprobs is None else grad_logprobs[rows],
-                None if grad_entropies is None else grad_entropies[rows],
-                entropies[rows],
-            ).div_(ctx.settings.temperature)
-            if wanted[2]:
-                grad_bias = _add(grad_bias, grad_logits.sum(dim=0))
-            product = grad_logits.to(ctx.settings.product_dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = product @ head.weight
-            if wanted[1]:
-                grad_weight = _add(grad_weight, product.T @ head.hidden[rows])
-        return grad_hidden, grad_weight, grad_bias, None, None
-
-
-class _Head:
-    """The output matrix and its inputs in the dtype of the matrix products."""
-
-    def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, settings: _HeadSettings
-    ) -> None:
-        self.hidden = hidden.to(settings.product_dtype)
-        self.weight = weight.to(settings.product_dtype)
-        self.bias = None if bias is None else bias.to(settings.product_dtype)
-        self.temperature = settings.temperature
-
-    def log_probs(self, rows: slice) -> Tensor:
-        logits = F.linear(self.hidden[rows], self.weight, self.bias)
-        return log_distribution(logits, temperature=self.temperature)
-
-
-def _grad_logits(
-    log_probs: Tensor,
-    token_ids: Tensor,
-    grad_logprobs: Tensor | None,
-    grad_entropies: Tensor | None,
-    entropies: Tensor,
-) -> Tensor:
-    """Gradient to logits / temperature, [n, V], in a new tensor."""
-    probs = log_probs.exp()
-    slope = probs.new_zeros(len(token_ids), 1)
-    if grad_logprobs is not None:
-        slope = grad_logprobs.unsqueeze(-1)
-    scale = -slope
-    if grad_entropies is not None:
-        surprisal = log_probs.clamp(min=_LOG_ZERO) + entropies.unsqueeze(-1)
-        scale = scale - grad_entropies.unsqueeze(-1) * surprisal
-    return probs.mul_(scale).scatter_add_(-1, token_ids.unsqueeze(-1), slope)
-
-
-def _chunks(num_rows: int, chunk: int) -> list[slice]:
-    return [slice(start, start + chunk) for start in range(0, max(num_rows, 1), chunk)]
-
-
-def _add(total: Tensor | None, part: Tensor) -> Tensor:
-    """The running sum, at least float32; a lone part is not copied."""
-    return part.to(_at_least_float32(part.dtype)) if total is None else total.add_(part)
+    return TokenStatistics(logprobs, entropies, ginis if gini else None)
 
 
 def _at_least_float32(dtype: torch.dtype) -> torch.dtype:

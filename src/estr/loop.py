@@ -1,6 +1,6 @@
 """The asynchronous loop: who waits for whom.
 
-                    problems (cursor)
+                    problems (estr.problems)
                         |  dispatch, while the bound F admits a group at the engine's version
                         v
       +-------> rollouts of a group ---- Request ---> engine process  (never waits for the trainer)
@@ -29,11 +29,14 @@ from typing import TYPE_CHECKING, Any
 
 from .buffer import MIN_SCORED, Buffer, StepResult, TrainingGroup
 from .config import Recipe
+from .diagnostics import task_diagnostics
 from .errors import EngineError, EstrError, Interrupted, WeightsError
-from .evaluations import Accuracy, Evaluations
+from .evaluations import Accuracy, Evaluations, mean_and_interval
 from .groups import Group, Groups
 from .members import Members, finished_trajectories, unpack_members
 from .metrics import Metrics
+from .options.tasks import entries
+from .problems import Problems
 from .progress import Reporter
 from .rollout import RolloutSetting
 from .rollout_state import Columns, SegmentPool
@@ -59,6 +62,7 @@ class Loop:
         trainer: TrainerClient,
         store: WeightStore,
         *,
+        other_settings: Sequence[RolloutSetting] = (),
         reporter: Reporter,
         writer: MetricsWriter,
         evaluations: Evaluations | None = None,
@@ -72,6 +76,7 @@ class Loop:
     ) -> None:
         self.recipe = recipe
         self.setting = setting
+        self.settings = {s.task.name: s for s in (setting, *other_settings)}
         self.engine = setting.engine
         self.trainer = trainer
         self.store = store
@@ -101,7 +106,13 @@ class Loop:
         self.version = 0
         self.totals = Metrics()
         self.wall_s = 0.0
-        self._cursor = 0
+        self.problems = Problems(
+            {name: s.task for name, s in self.settings.items()},
+            split=setting.split,
+            weights={entry.label: entry.weight for entry in entries(recipe.task)},
+            epochs=recipe.epochs,
+            curriculum=recipe.curriculum,
+        )
         self._failed_in_a_row = 0
         self._clock = time.monotonic()
         self._saved_at = time.monotonic()
@@ -112,7 +123,7 @@ class Loop:
         self._published = asyncio.Event()
         self._loaded = asyncio.Event()
         self._running = False
-        self._members = Members(recipe, setting, self.schedule, self.totals)
+        self._members = Members(recipe, self.settings, self.schedule, self.totals)
         self._tasks: asyncio.TaskGroup
         self._group_tasks: dict[int, asyncio.Task[None]] = {}
         self._evaluation: asyncio.Task[None] | None = None
@@ -197,6 +208,7 @@ class Loop:
             self.schedule.note(
                 "dispatch",
                 group=group.id,
+                task=group.task,
                 problem=group.problem,
                 issue=group.issue,
                 version=version,
@@ -205,14 +217,12 @@ class Loop:
 
     def _new_group(self, version: int) -> Group | None:
         """The next problem; at the end of the data None, and no more will come."""
-        size = self.setting.task.size(self.setting.split)
-        if size is not None and self._cursor >= size * self.recipe.epochs:
+        upcoming = self.problems.next()
+        if upcoming is None:
             if not self.groups.closed:
                 self.groups.close()
             return None
-        problem = self._cursor if size is None else self._cursor % size
-        self._cursor += 1
-        return self.groups.dispatch(self.setting.task.name, problem, version)
+        return self.groups.dispatch(*upcoming, version)
 
     async def _run_group(self, group: Group) -> None:
         trajectories = await self._members.play(group)
@@ -226,6 +236,7 @@ class Loop:
             self._failed_in_a_row = 0
             if group.state == "filtered":
                 self.schedule.note("filter", group=group.id)
+                self.problems.record(trajectories)
                 self.totals.add_sum("filtered_groups", 1.0)
         else:
             self.schedule.note("fail", group=group.id)
@@ -259,6 +270,8 @@ class Loop:
             if batch is None:
                 break
             self.schedule.note("train", step=self.step, groups=[g.id for m in batch for g in m])
+            for group in (g for minibatch in batch for g in minibatch):
+                self.problems.record(group.trajectories)
             self._woken.set()
             results = await self.trainer.train(batch)
             if skipped := sum(result.skipped for result in results):
@@ -302,6 +315,8 @@ class Loop:
     def _record(self, groups: list[TrainingGroup], result: StepResult) -> None:
         self.step = result.step
         self._account_time()
+        if len(self.settings) > 1:
+            result.metrics.merge(task_diagnostics([t for g in groups for t in g.trajectories]))
         self.totals.merge(result.metrics)
         if result.skipped:
             self.reporter.message(
@@ -309,6 +324,9 @@ class Loop:
                 "outcomes are equal (advantages compare outcomes, whatever the shaped rewards)"
             )
         row = {**result.metrics.to_row(), **self.gauges(), "checkpoint_s": self._checkpoint_s}
+        if len(self.settings) > 1:
+            rates = self.problems.pass_rates()
+            row |= {f"task/{name}/pass_rate": rate for name, rate in rates.items()}
         self._checkpoint_s = 0.0
         self.writer.write(step=result.step, version=result.version, wall_s=self.wall_s, values=row)
         self.schedule.note(
@@ -375,12 +393,20 @@ class Loop:
         except WeightsError as error:
             self.reporter.message(f"evaluation of version {version} left out: {error}")
 
-    def _evaluated(self, version: int, result: EvalResult) -> None:
+    def _evaluated(self, accuracy: Accuracy, results: Sequence[EvalResult]) -> None:
         self._account_time()
-        accuracy = float(result.avg_at_k)
-        row = {"eval/accuracy": accuracy, "eval/problems": float(result.num_problems)}
+        problems, version = sum(result.num_problems for result in results), accuracy.version
+        mean, low, high = mean_and_interval(results)
+        row = {
+            "eval/accuracy": mean,
+            "eval/accuracy_low": low,
+            "eval/accuracy_high": high,
+            "eval/problems": float(problems),
+        }
+        if len(results) > 1:
+            row |= {f"eval/{result.task}/accuracy": result.avg_at_k for result in results}
         self.writer.write(step=self.step, version=version, wall_s=self.wall_s, values=row)
-        self.reporter.evaluated(version, accuracy, result.num_problems)
+        self.reporter.evaluated(version, accuracy.accuracy, problems)
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -437,7 +463,7 @@ class Loop:
         state = {
             "step": self.step,
             "version": self.version,
-            "cursor": self._cursor,
+            "problems": self.problems.state(),
             "groups": self.groups.snapshot(self.version),
             "num_filtered": self.buffer.num_filtered,
             "members": self._members.pack(self.groups, drawn, pool),
@@ -453,7 +479,7 @@ class Loop:
         that the bound would not hold: then they are dispatched anew, under their old ids."""
         self.step, self.version = state["step"], state["version"]
         self._saved_step = self.step
-        self._cursor = state["cursor"]
+        self.problems.restore(state["problems"])
         self.buffer.num_filtered = state["num_filtered"]
         members = unpack_members(state["members"], SegmentPool(columns))
         if self.groups.restore(state["groups"], finished_trajectories(members)):

@@ -76,13 +76,18 @@ def unpack_member(data: Mapping[str, Any], pool: SegmentPool) -> Member:
 
 
 class Members:
-    """The members of every running group. totals: where attempts are counted."""
+    """The members of every running group. settings: by task. totals: where attempts are
+    counted."""
 
     def __init__(
-        self, recipe: Recipe, setting: RolloutSetting, schedule: Schedule, totals: Metrics
+        self,
+        recipe: Recipe,
+        settings: Mapping[str, RolloutSetting],
+        schedule: Schedule,
+        totals: Metrics,
     ) -> None:
         self._recipe = recipe
-        self._setting = setting
+        self._settings = settings
         self._schedule = schedule
         self._totals = totals
         self._running: dict[int, list[Member]] = {}
@@ -119,19 +124,20 @@ class Members:
     async def _play_member(self, group: Group, member: Member) -> Trajectory:
         """One member; what engine, environment or grader failed at is tried again in a fresh
         environment."""
+        setting = self._settings[group.task]
         while member.trajectory is None:
             rollout_id = self._id_of(group.id, member)
             recorded = self._schedule.rollout(rollout_id)
             async with self._playing():
                 trajectory = await run_rollout(
-                    recorded_setting(self._setting, recorded),
+                    recorded_setting(setting, recorded),
                     rollout_id,
                     group.problem,
                     dispatch_version=group.dispatch_version,
                     deadline_version=group.deadline,
                     state=member.state,
                 )
-            trajectory = as_recorded(trajectory, recorded, self._setting.task)
+            trajectory = as_recorded(trajectory, recorded, setting.task)
             self._note(trajectory, member.state)
             last = member.attempt + 1 >= self._recipe.rollout.max_attempts
             if trajectory.status in SCORED_STATUSES or last:

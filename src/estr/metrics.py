@@ -17,7 +17,7 @@ import dataclasses
 import json
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -278,22 +278,36 @@ class Metrics:
         self._reducers[name] = old.merged(reducer)
 
 
+class MetricsLog(Protocol):
+    """Something else that is told every record. Who made it closes it."""
+
+    def log(self, record: Mapping[str, Any]) -> None:
+        """One record, as MetricsWriter.write makes it."""
+        ...
+
+
 class MetricsWriter:
     """Appends to RUN_FOLDER/metrics.jsonl, one JSON object a line, and to TensorBoard event files
-    in RUN_FOLDER/tensorboard.
+    in RUN_FOLDER/tensorboard. also: whatever else is to be told.
 
     A record exists exactly when its newline does: an unfinished one that a kill left behind is cut
     off when the file is opened again. Each record is handed to the system as soon as it is written.
     """
 
     def __init__(
-        self, run_folder: str | Path, *, tensorboard: bool = True, from_step: int = 0
+        self,
+        run_folder: str | Path,
+        *,
+        tensorboard: bool = True,
+        from_step: int = 0,
+        also: Sequence[MetricsLog] = (),
     ) -> None:
         folder = Path(run_folder)
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / "metrics.jsonl"
         cut_torn_tail(self.path)
         self._file = self.path.open("ab")
+        self._also = also
         self._board: Any = None
         if tensorboard:
             from tensorboardX import SummaryWriter
@@ -315,6 +329,8 @@ class MetricsWriter:
         }
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
+        for log in self._also:
+            log.log(record)
         if self._board is not None:
             for name, value in record.items():
                 if value is not None and name != "step":

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from .errors import DataError
+from .errors import ConfigError, DataError
 
 BUILTIN = "builtin"
 SMOLLM2 = "smollm2-135m-instruct"
@@ -130,6 +130,33 @@ def load_model(
     return model.to(device).eval()
 
 
+def enable_gradient_checkpointing(model: Any) -> None:
+    """Let each layer of a model in eval mode keep only its input for the backward pass.
+
+    transformers does so in layers that are in training mode only, so just the layers themselves are
+    put into it; what they hold (dropout) stays in eval mode. Raises ConfigError for a model that
+    cannot do it, or whose layers then compute anything else.
+    """
+    import torch
+
+    name = type(model).__name__
+    remedy = "set trainer.gradient_checkpointing = false"
+    ids = torch.arange(4, device=model.device)[None]
+    with torch.no_grad():
+        before = model(input_ids=ids, use_cache=False).logits
+    try:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    except ValueError as error:
+        raise ConfigError(f"{name} knows no gradient checkpointing; {remedy}") from error
+    layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True]
+    for layer in layers:
+        layer.training = True
+    with torch.no_grad():
+        after = model(input_ids=ids, use_cache=False).logits
+    if not layers or not torch.equal(before, after):
+        raise ConfigError(f"{name} computes something else under gradient checkpointing; {remedy}")
+
+
 def load_tokenizer(folder: str | Path) -> Any:
     """The tokenizer of a folder. Raises DataError naming the folder."""
     from transformers import AutoTokenizer
@@ -168,16 +195,19 @@ def ignored_sampling_settings(folder: str | Path) -> dict[str, Any]:
     }
 
 
-def save_model(model: Any, tokenizer: Any, folder: str | Path) -> None:
+def save_model(
+    model: Any, tokenizer: Any, folder: str | Path, state: dict[str, Any] | None = None
+) -> None:
     """Model (safetensors) and tokenizer as a Hugging Face folder, whole or not at all: written
-    aside, then renamed over what was there."""
+    aside, then renamed over what was there. state: its weights, where they are not the model's own
+    (tied ones once)."""
     folder = Path(folder)
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")
     replaced = folder.with_name(f".{folder.name}.{os.getpid()}.old")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     with _quiet():
-        model.save_pretrained(aside)
+        model.save_pretrained(aside, state_dict=state)
         tokenizer.save_pretrained(aside)
     if folder.exists():
         folder.rename(replaced)

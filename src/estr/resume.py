@@ -16,6 +16,7 @@ from .errors import CheckpointError, ConfigError
 from .ledger import missing_parts
 from .ledger import supersede_after as supersede_ledger_after
 from .metrics import supersede_after
+from .options.tasks import title
 from .run_folder import RunFolder
 from .schedule import ENGINE_FILE, LOOP_FILE, Position, require_lines
 
@@ -47,7 +48,7 @@ def find_saved(folder: RunFolder, recipe: Recipe, *, data: str, accept_changes: 
     path, state, torn = Checkpoints(folder.checkpoints).newest()
     if state["data"] != data:
         raise CheckpointError(
-            f"the training data of {recipe.task['name']} is not what it was at {path}: its order "
+            f"the training data of {title(recipe.task)} is not what it was at {path}: its order "
             "would mean other problems now. Restore it, or start a new run with "
             f"--set model={folder.model_last}"
         )

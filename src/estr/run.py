@@ -7,23 +7,25 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import shutil
-import signal
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from . import blocking
 from .checkpoint import Checkpoints, saved_columns
 from .config import Recipe
-from .engines.interpreter import require_interpreter
 from .engines.process import EngineProcess
 from .errors import ConfigError, EstrError, Interrupted
 from .evaluations import Evaluations
 from .evaluator_process import EvaluatorProcess
 from .ledger import LedgerWriter
 from .loop import Loop
+from .machine import check_devices, check_packages
 from .metrics import MetricsWriter
+from .problems import check_curriculum
 from .progress import Reporter, SilentReporter
 from .resume import Saved, find_saved, set_aside
 from .rollout import RolloutSetting
@@ -39,8 +41,9 @@ from .schedule import (
     Schedule,
     read_lineage,
 )
-from .subject import data_fingerprint, model_folder, resolve_play
+from .subject import data_fingerprint, model_folder, resolve_plays
 from .trainer_process import TrainerProcess
+from .wandb_log import WandbLog
 from .weights import FileWeightStore
 from .worker import busy_share
 
@@ -69,7 +72,9 @@ def train(
     if replay is not None:
         _require_replayable(recipe, RunFolder.open(replay))
     going_on = None if resume is None else _Resume(resume, accept_changes)
-    return asyncio.run(_train(recipe, reporter or SilentReporter(), runs, going_on, replay))
+    return blocking.run(
+        lambda: _train(recipe, reporter or SilentReporter(), runs, going_on, replay)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,14 +155,16 @@ class _Processes:
 async def _train(
     recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
 ) -> Summary:
-    require_interpreter(recipe.engine)
+    check_packages(recipe)
+    check_devices(recipe)
     model = model_folder(recipe, reporter.message)
-    play = resolve_play(model, recipe, temperature=recipe.sampling.temperature)
+    plays = resolve_plays(model, recipe, temperature=recipe.sampling.temperature)
+    check_curriculum(recipe, [task for task, _, _ in plays])
     folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume.run)
     with contextlib.ExitStack() as stack:
         stack.enter_context(folder.locked())
         stop = stack.enter_context(_stopped_by_signals(reporter))
-        data = data_fingerprint(play[0])
+        data = " ".join(data_fingerprint(task) for task, _, _ in plays)
         saved = None
         if resume is not None:
             saved = find_saved(folder, recipe, data=data, accept_changes=resume.accept_changes)
@@ -173,15 +180,23 @@ async def _train(
             weights_folder(folder, _bytes_needed(model, recipe)), keep=recipe.max_staleness + 2
         )
         stack.callback(shutil.rmtree, store.folder, ignore_errors=True)
+        also = _logs(recipe, folder)
+        for log in also:
+            stack.callback(log.close)
         processes = await _Processes.start(model, recipe, store, folder, replay)
         try:
+            settings = [
+                RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
+                for play in plays
+            ]
             from_step = saved.state["step"] if saved else 0
-            writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step))
+            writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step, also=also))
             loop = Loop(
                 recipe,
-                RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine"),
+                settings[0],
                 processes.trainer,
                 store,
+                other_settings=settings[1:],
                 reporter=reporter,
                 writer=writer,
                 evaluations=Evaluations(recipe.eval, processes.evaluator, folder.model_best),
@@ -201,6 +216,11 @@ async def _train(
             await processes.close()
 
 
+def _logs(recipe: Recipe, folder: RunFolder) -> list[WandbLog]:
+    """What is told the metrics besides the run's own files."""
+    return [WandbLog(folder.path, recipe)] if recipe.wandb.project else []
+
+
 def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
     """What writes the run's ledger; None where the recipe wants none."""
     if not recipe.ledger:
@@ -210,8 +230,15 @@ def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
 
 
 def _bytes_needed(model: Path, recipe: Recipe) -> int:
-    size = sum(p.stat().st_size for p in model.glob("*.safetensors"))
-    return (recipe.max_staleness + 2) * size * _BYTES_PER_WEIGHT[recipe.engine.dtype] // 4
+    """By all versions that the store keeps, in the type that the engine takes."""
+    from safetensors import safe_open
+
+    count = 0
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="np") as file:
+            names = file.keys()  # it cannot be iterated over itself
+            count += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
+    return (recipe.max_staleness + 2) * count * _BYTES_PER_WEIGHT[recipe.engine.dtype]
 
 
 def _schedule(
@@ -309,7 +336,6 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
 @contextlib.contextmanager
 def _stopped_by_signals(reporter: Reporter) -> Iterator[asyncio.Event]:
     """An event that the first SIGINT or SIGTERM sets; the second cancels the run at once."""
-    running = asyncio.get_running_loop()
     task = asyncio.current_task()
     assert task is not None
     stop = asyncio.Event()
@@ -321,18 +347,10 @@ def _stopped_by_signals(reporter: Reporter) -> Iterator[asyncio.Event]:
         stop.set()
         reporter.message("stopping after the step in progress; once more stops at once")
 
-    installed = []
-    for number in (signal.SIGINT, signal.SIGTERM):
-        # Not the main thread, or no such thing on this platform: Python's own handling stays.
-        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
-            running.add_signal_handler(number, on_signal)
-            installed.append(number)
     try:
-        yield stop
+        with blocking.interrupts_go_to(on_signal):
+            yield stop
     except asyncio.CancelledError as error:
         if not stop.is_set():
             raise
         raise Interrupted("stopped before training began") from error
-    finally:
-        for number in installed:
-            running.remove_signal_handler(number)

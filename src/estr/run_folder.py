@@ -5,7 +5,7 @@ runs/NAME/
     summary.json       what came of it (written at the end)
     metrics.jsonl      one line per optimizer step, one per evaluation
     schedule.jsonl     every event of the loop, in order (estr.schedule)
-    tensorboard/       the same for TensorBoard
+    tensorboard/       the same for TensorBoard; wandb/ for Weights & Biases, where asked for
     ledger/            every trained token; see estr.ledger
     report.html        all of it to look at (`estr report`)
     checkpoints/       see estr.checkpoint

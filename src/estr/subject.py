@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from .config import Recipe, load_recipe
 from .errors import ConfigError, DataError
+from .options.tasks import MIX, entries
 from .rollout import RolloutSetting
 from .run_folder import RunFolder
 from .types import SamplingSettings
@@ -52,7 +54,7 @@ class Subject:
 
 
 def find_subject(
-    source: str | Path,
+    source: str | os.PathLike[str],
     *,
     task: str | None = None,
     overrides: Sequence[str] = (),
@@ -61,18 +63,24 @@ def find_subject(
 ) -> Subject:
     """A run folder, a run's name under `runs`, or a model, in this order.
 
-    task: plays that task with its default options, unless it is the recipe's own. overrides: keys
-    of the recipe, as in load_recipe. A task that is not that of the run brings its `eval_settings`
-    along; they stand above the recipe and below the overrides. Raises ConfigError, or DataError
-    naming what was looked for.
+    task: plays that task with its default options, unless it is the recipe's own, or the label of
+    one of several. Without it a recipe of several tasks keeps them all; it cannot be played then.
+    overrides: keys of the recipe, as in load_recipe. A task that is not that of the run brings its
+    `eval_settings` along; they stand above the recipe and below the overrides. Raises ConfigError,
+    or DataError naming what was looked for.
     """
+    source = os.fspath(source)
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
-    own_task = load_recipe(recipe_file).task["name"]
-    if task is not None and task != own_task:
-        overrides = [f"task={json.dumps(task)}", *overrides]
+    own = {e.label: e.table for e in entries(load_recipe(recipe_file).task)}
+    chosen = "" if task is None else task
+    if chosen in own and len(own) > 1:
+        overrides = [*_as_overrides(own[chosen]), *overrides]
+    elif chosen and chosen not in own:
+        overrides = [f"task={json.dumps(chosen)}", *overrides]
     recipe = load_recipe(recipe_file, overrides)
-    if run is None or recipe.task["name"] != own_task:
+    known = {MIX, *(table["name"] for table in own.values())}
+    if run is None or recipe.task["name"] not in known:
         recipe = load_recipe(recipe_file, [*_eval_settings(recipe), *overrides])
     if run is not None and weights != "start":
         folder = run.model_best if weights == "best" else run.model_last
@@ -85,7 +93,7 @@ def find_subject(
         return Subject(folder, recipe, run, version)
     if run is not None:
         return Subject(model_folder(recipe), recipe, run, 0)
-    recipe = dataclasses.replace(recipe, model=str(source))
+    recipe = dataclasses.replace(recipe, model=source)
     try:
         folder = model_folder(recipe)
     except DataError as error:
@@ -94,6 +102,12 @@ def find_subject(
             f"and no model: {error}"
         ) from error
     return Subject(folder, recipe, None, stamped_version(folder))
+
+
+def _as_overrides(table: Mapping[str, Any]) -> list[str]:
+    """A task table as overrides that replace whatever task there was."""
+    options = [f"task.{key}={json.dumps(value)}" for key, value in table.items() if key != "name"]
+    return [f"task={json.dumps(table['name'])}", *options]
 
 
 def _eval_settings(recipe: Recipe) -> list[str]:
@@ -116,9 +130,9 @@ def model_folder(recipe: Recipe, tell: Callable[[str], None] = lambda line: None
     )
 
 
-def find_run(source: str | Path, runs: Path) -> RunFolder | None:
+def find_run(source: str | os.PathLike[str], runs: Path) -> RunFolder | None:
     """The run folder at that path, or of that name under `runs`; None if there is none."""
-    for path in (Path(source), runs / source):
+    for path in (Path(source), runs / Path(source)):
         if (path / "config.toml").is_file():
             return RunFolder.open(path)
     return None
@@ -142,34 +156,61 @@ def resolve_play(
 
     Raises ConfigError or DataError.
     """
+    _require_one_task(recipe)
+    (play,) = resolve_plays(folder, recipe, temperature=temperature)
+    return play
+
+
+def _require_one_task(recipe: Recipe) -> None:
+    if len(found := entries(recipe.task)) > 1:
+        names = ", ".join(entry.label for entry in found)
+        raise ConfigError(f"this plays one task, not {len(found)} ({names}); say --task NAME")
+
+
+def resolve_plays(
+    folder: Path, recipe: Recipe, *, temperature: float
+) -> list[tuple[Task, Codec, SamplingSettings]]:
+    """As resolve_play, of every task of the recipe."""
     from .chat import Codec
-    from .environments import build_task
+    from .environments import build_tasks
     from .models import load_tokenizer
 
-    task = build_task(recipe.task)
-    for split in ("train", "test"):
-        if task.size(split) == 0:
-            raise ConfigError(f"task {task.name} has no problem in its {split} split")
     codec = Codec(load_tokenizer(folder))
-    sampling = SamplingSettings(
-        temperature=temperature,
-        max_new_tokens=recipe.sampling.max_new_tokens,
-        max_tokens=recipe.sampling.max_tokens,
-        stop_token_ids=codec.resolve_stops(task.stop),
-    )
-    return task, codec, sampling
+    plays = []
+    for task in build_tasks(recipe.task).values():
+        for split in ("train", "test"):
+            if task.size(split) == 0:
+                raise ConfigError(f"task {task.name} has no problem in its {split} split")
+        sampling = SamplingSettings(
+            temperature=temperature,
+            max_new_tokens=recipe.sampling.max_new_tokens,
+            max_tokens=recipe.sampling.max_tokens,
+            stop_token_ids=codec.resolve_stops(task.stop),
+        )
+        plays.append((task, codec, sampling))
+    return plays
 
 
 def build_setting(
     model: Any, folder: Path, recipe: Recipe, *, version: int, temperature: float
 ) -> RolloutSetting:
     """An engine in this process on `model`, which holds the weights `version`, and the recipe's
-    task, in its "test" split. folder: where the tokenizer is. Raises ConfigError or DataError."""
+    task, in its "test" split. folder: where the tokenizer is. Raises ConfigError or DataError, also
+    where the recipe has several tasks."""
+    _require_one_task(recipe)
+    (setting,) = build_settings(model, folder, recipe, version=version, temperature=temperature)
+    return setting
+
+
+def build_settings(
+    model: Any, folder: Path, recipe: Recipe, *, version: int, temperature: float
+) -> list[RolloutSetting]:
+    """As build_setting, one for each task of the recipe, over one engine."""
     from .engines.in_process import InProcessEngine
     from .engines.local import LocalEngine
     from .models import vocabulary_size
 
-    task, codec, sampling = resolve_play(folder, recipe, temperature=temperature)
+    plays = resolve_plays(folder, recipe, temperature=temperature)
     engine = LocalEngine(
         model,
         version=version,
@@ -177,9 +218,8 @@ def build_setting(
         gini=False,
         vocab_size=vocabulary_size(folder, model),
     )
-    return RolloutSetting(
-        InProcessEngine(engine), task, codec, sampling, recipe.rollout, split="test"
-    )
+    shared = InProcessEngine(engine)
+    return [RolloutSetting(shared, *play, recipe.rollout, split="test") for play in plays]
 
 
 def stamp_version(model: Any, version: int) -> None:

@@ -7,7 +7,8 @@ One optimizer step per mini-batch of B groups. The gradient of a mini-batch is t
 micro-batches of terms over one global count, so its value does not depend on how it was cut. A
 mini-batch without a single non-zero advantage is skipped: the step counter rises, the version does
 not. The proximal pass is made only when a correction asks for it and a batch has several steps, or
-when its rule reads the whole step before the first gradient (WHOLE_STEP).
+when its rule reads the whole step before the first gradient (WHOLE_STEP). A reference, the weights
+that the run started from, is kept and asked only where their distance has a price (`kl`).
 """
 
 from __future__ import annotations
@@ -21,17 +22,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from .batch import Batch, make_batches, scatter_back
+from .adapters import add_adapters
+from .batch import Batch, make_batches, scatter_back, token_places
 from .buffer import StepResult, TrainingGroup
 from .corrections import build_correction, for_step
 from .corrections.base import WHOLE_STEP, Correction, TokenColumns, concatenate
 from .diagnostics import token_diagnostics, trajectory_diagnostics
 from .errors import NumericsError
-from .heads import split_head
+from .heads import Head, split_head
+from .kl import kl_diagnostics, kl_loss
 from .logprobs import next_token, statistics_from_hidden, token_statistics
 from .losses import PolicyLoss, policy_loss
 from .metrics import Metrics
+from .models import enable_gradient_checkpointing
 from .options.run import TrainerOptions
+from .parameters import Parameters, weights_digest
+from .reference import Reference, price_in_reward, with_reference
 from .types import Consumption
 from .weights import WeightStore
 
@@ -57,8 +63,9 @@ def learning_rate(step: int, total_steps: int, options: TrainerOptions) -> float
 
 class Trainer:
     """Owns the float32 master weights and the optimizer. Synchronous; hosted by a worker process
-    or used in place. publish_dtype: of the published weights. vocab_size: number of real token ids
-    where the output layer is padded."""
+    or used in place. model: the weights that the run started from, in float32. publish_dtype: of
+    the published weights. vocab_size: number of real token ids where the output layer is padded.
+    initial_digest: of the weights that the run started from, where they are needed all along."""
 
     def __init__(
         self,
@@ -80,8 +87,18 @@ class Trainer:
         self._digest = ""
         self._publish_dtype = publish_dtype
         self._vocab_size = vocab_size
+        has_adapters, has_price = recipe.lora.rank > 0, recipe.kl.coefficient > 0
+        self.initial_digest = weights_digest(model) if has_adapters or has_price else None
+        if has_adapters:
+            add_adapters(model, recipe.lora, seed=recipe.seed)
+        self.weights = Parameters(
+            model, dtype=getattr(torch, self.options.param_dtype), has_adapters=has_adapters
+        )
+        self.reference = Reference(model, has_adapters=has_adapters) if has_price else None
         self._head = split_head(model)
-        self.parameters = {n: p for n, p in model.named_parameters() if p.requires_grad}
+        if self.options.gradient_checkpointing:  # last: model.eval() would undo it
+            enable_gradient_checkpointing(model)
+        self.parameters = self.weights.masters
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),
             lr=self.options.lr,
@@ -104,21 +121,16 @@ class Trainer:
         """The weights as engines load them: floating tensors in publish_dtype."""
         return {
             name: t.to(self._publish_dtype) if t.is_floating_point() else t
-            for name, t in self.master_state().items()
+            for name, t in self.weights.published().items()
         }
 
     def master_state(self) -> dict[str, Tensor]:
-        """Parameters (tied ones once) and persistent buffers, as they are."""
-        saved = self.model.state_dict()
-        buffers = {name: b for name, b in self.model.named_buffers() if name in saved}
-        tensors = {**dict(self.model.named_parameters()), **buffers}
-        return {name: t.detach() for name, t in tensors.items()}
+        """What a checkpoint keeps of the weights, as it is; see `Parameters.saved`."""
+        return self.weights.saved()
 
     def load_master_state(self, state: dict[str, Tensor]) -> None:
-        """Copy tensors named as in master_state() into the model."""
-        with torch.no_grad():
-            for name, own in self.master_state().items():
-                own.copy_(state[name])
+        """Put back tensors named as in master_state()."""
+        self.weights.load(state)
 
     def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
         """One optimizer step per mini-batch, then publish if it is due.
@@ -127,6 +139,8 @@ class Trainer:
         """
         clock = time.monotonic()
         cut = [self._cut(groups) for groups in minibatches]
+        if self.reference is not None:
+            minibatches, cut = self._with_reference(self.reference, minibatches, cut)
         proximal = self._proximal_passes(cut)
         results = [
             self._step(groups, batches, columns)
@@ -154,13 +168,34 @@ class Trainer:
             device=self.options.device,
         )
 
+    def _with_reference(
+        self,
+        reference: Reference,
+        minibatches: Sequence[Sequence[TrainingGroup]],
+        cut: list[list[Batch]],
+    ) -> tuple[Sequence[Sequence[TrainingGroup]], list[list[Batch]]]:
+        """The batches with the reference's log-probs; rewards and advantages follow, where the
+        distance is paid for in the reward."""
+        with torch.no_grad(), reference.in_force():
+            cut = [
+                [with_reference(b, self.score(b, reference.head)[0]) for b in batches]
+                for batches in cut
+            ]
+        if self.recipe.kl.place == "loss":
+            return minibatches, cut
+        priced = [
+            price_in_reward(groups, batches, self.recipe)
+            for groups, batches in zip(minibatches, cut, strict=True)
+        ]
+        return [groups for groups, _ in priced], [batches for _, batches in priced]
+
     def _proximal_passes(self, cut: list[list[Batch]]) -> list[list[Tensor | None]]:
         """Policy log-probs at the start of the batch, where they differ from the current ones."""
         needs = self.correction.needs
         if "proximal_logprobs" not in needs or (len(cut) == 1 and WHOLE_STEP not in needs):
             return [[None] * len(batches) for batches in cut]
         with torch.no_grad():
-            return [[self._score(batch)[0].detach() for batch in batches] for batches in cut]
+            return [[self.score(batch)[0].detach() for batch in batches] for batches in cut]
 
     def _step(
         self,
@@ -182,7 +217,8 @@ class Trainer:
             for batch, columns in zip(batches, proximal, strict=True)
         ]
         loss = sum((float(part.loss.detach()) for _, part in parts), 0.0)
-        trainable = any(a for g in groups for a in g.advantages)
+        priced = self.reference is not None and self.recipe.kl.place == "loss"
+        trainable = any(a for g in groups for a in g.advantages) or (priced and bool(batches))
         norm = self._gradient_norm() if trainable else 0.0
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self.optimizer.zero_grad(set_to_none=True)
@@ -195,6 +231,7 @@ class Trainer:
             for group in self.optimizer.param_groups:
                 group["lr"] = rate
             self.optimizer.step()
+            self.weights.write_back()
             self.version += 1
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
@@ -223,26 +260,40 @@ class Trainer:
     ) -> tuple[Tensor, PolicyLoss]:
         """Forward and backward of one micro-batch; returns the policy log-probs of its eligible
         tokens and its part of the loss."""
-        policy, entropies = self._score(batch)
+        policy, entropies = self.score(batch)
         columns = token_columns(batch, policy, proximal)
-        denominators = batch.denominators
-        if isinstance(denominators, torch.Tensor):
-            denominators = denominators.expand_as(batch.loss_mask)[batch.loss_mask]
+        denominators = batch.token_denominators()
         result = policy_loss(columns, correction, denominators=denominators)
-        torch.autograd.backward([result.loss])
         metrics.merge(
             token_diagnostics(columns, result, policy_entropies=entropies, target_version=target)
         )
+        if batch.ref_logprobs is not None:
+            ref = batch.ref_logprobs[batch.loss_mask]
+            metrics.merge(kl_diagnostics(policy.detach(), ref))
+            if self.recipe.kl.place == "loss":
+                term = kl_loss(
+                    policy,
+                    ref,
+                    coefficient=self.recipe.kl.coefficient,
+                    estimator=self.recipe.kl.estimator,
+                    denominators=denominators,
+                )
+                metrics.add_sum("kl_loss", float(term.detach()))
+                result = dataclasses.replace(result, loss=result.loss + term)
+        torch.autograd.backward([result.loss])
+        self.weights.collect_gradients()
         return policy.detach(), result
 
-    def _score(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """(log-probs with gradient, entropies) of the eligible tokens, flat and in row order."""
+    def score(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
+        """(log-probs with gradient, entropies) of the eligible tokens, flat and in row order. head:
+        of another model than the trained one."""
+        head = head or self._head
         autocast = torch.autocast(
             torch.device(self.options.device).type,
             dtype=torch.bfloat16,
             enabled=self.options.dtype == "bfloat16",
         )
-        weight = self._head.weight
+        weight = head.weight
         drawn: dict[str, Any] = {
             "temperature": self.recipe.sampling.temperature,
             "vocab_size": self._vocab_size,
@@ -250,14 +301,14 @@ class Trainer:
         }
         with autocast:
             if weight is None:  # scaled or capped logits: they come whole
-                states = self._head.logits(batch.token_ids)
+                states = head.logits(batch.token_ids)
                 logits, token_ids = next_token(states, batch.token_ids, batch.loss_mask)
                 statistics = token_statistics(logits, token_ids, **drawn)
             else:
-                states = self._head.hidden(batch.token_ids)
+                states = head.hidden(batch.token_ids)
                 hidden, token_ids = next_token(states, batch.token_ids, batch.loss_mask)
                 statistics = statistics_from_hidden(
-                    hidden, weight, token_ids, head_bias=self._head.bias, **drawn
+                    hidden, weight, token_ids, head_bias=head.bias, **drawn
                 )
         return statistics.logprobs, statistics.entropies
 
@@ -293,13 +344,15 @@ def consumptions_of(
     """What a step made of each trajectory. parts[b]: (policy log-probs, loss) of batches[b]'s
     eligible tokens; proximal[b]: their proximal log-probs, None for all where no pass was made."""
     trajectories = [t for g in groups for t in g.trajectories]
+    places = token_places(batches, trajectories)
 
     def columns(tensors: Sequence[Tensor], nothing: Any) -> Sequence[Any]:
         if not tensors:  # nothing to learn: there are no batches
             return [np.full(t.num_tokens, nothing) for t in trajectories]
-        return scatter_back(batches, tensors, trajectories)
+        return scatter_back(batches, tensors, trajectories, places=places)
 
     passes = [tensor for tensor in proximal if tensor is not None]
+    references = [b.ref_logprobs for b in batches if b.ref_logprobs is not None]
     return tuple(
         Consumption(*values)
         for values in zip(
@@ -308,6 +361,7 @@ def consumptions_of(
             columns([part.kept for _, part in parts], False),
             columns([part.clipped for _, part in parts], False),
             columns(passes, None) if passes else [None] * len(trajectories),
+            columns(references, None) if references else [None] * len(trajectories),
             strict=True,
         )
     )

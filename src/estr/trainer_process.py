@@ -110,7 +110,12 @@ class TrainerHost:
         if recipe.deterministic:
             require_determinism()
 
-        model = load_model(folder, dtype="float32", device=recipe.trainer.device)
+        model = load_model(
+            folder,
+            dtype="float32",
+            device=recipe.trainer.device,
+            attn=recipe.trainer.attention,
+        )
         dtype = getattr(torch, recipe.engine.dtype)
         self._folder = folder
         self._trainer = Trainer(
@@ -141,7 +146,8 @@ class TrainerHost:
     def export(self, folder: Path) -> None:
         from .models import load_tokenizer, save_model
 
-        save_model(self._trainer.model, load_tokenizer(self._folder), folder)
+        tokenizer = load_tokenizer(self._folder)
+        save_model(self._trainer.model, tokenizer, folder, self._trainer.weights.published())
 
     def statistics(self) -> dict[str, float]:
         return self._trainer.statistics()

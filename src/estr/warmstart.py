@@ -26,6 +26,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from . import blocking
 from .chat import Codec
 from .environments import build_task
 from .environments.demonstrations import ALPHABET, Twin
@@ -173,7 +174,7 @@ def measure(model: Any, tokenizer: Any, task: Twin, setting: WarmStart) -> float
         ]
         return sum(t.outcome or 0.0 for t in await asyncio.gather(*rollouts))
 
-    return asyncio.run(solved()) / setting.num_measured
+    return blocking.run(solved) / setting.num_measured
 
 
 def make(setting: WarmStart, out: Path, *, task: Table | None = None) -> dict[str, Any]:

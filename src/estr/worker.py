@@ -104,7 +104,9 @@ class Worker:
         try:
             reader, worker._writer = await asyncio.open_connection(sock=ours)
             worker._reading = asyncio.create_task(worker._read(reader), name=f"read {name}")
-            await worker.call("", factory, dict(kwargs), threads, timeout_s=timeout_s)
+            await worker.call(
+                "", factory, dict(kwargs), threads, _search_path(), timeout_s=timeout_s
+            )
         except BaseException:
             worker._kill()
             await worker.close()
@@ -226,6 +228,11 @@ def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float
     return (after["busy_s"] - before["busy_s"]) / wall_s if wall_s > 0 else 0.0
 
 
+def _search_path() -> list[str]:
+    """What is importable here is importable there, wherever a script keeps its modules."""
+    return [os.path.abspath(entry) for entry in sys.path]
+
+
 def require_determinism() -> None:
     """In this process: refuse every operation of torch that two runs may round differently."""
     import torch
@@ -333,8 +340,9 @@ def main(argv: list[str]) -> None:
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     channel = _Channel(socket.socket(fileno=fd))
     try:
-        ((number, _, (factory, kwargs, threads)),) = channel.receive(None)
+        ((number, _, (factory, kwargs, threads, search_path)),) = channel.receive(None)
         try:
+            sys.path[:] = search_path
             module, _, name = factory.partition(":")
             host = getattr(importlib.import_module(module), name)(**kwargs)
             torch = sys.modules.get("torch")

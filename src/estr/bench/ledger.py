@@ -62,6 +62,7 @@ def _beside_the_trainer(bursts: int) -> dict[str, float]:
     groups = _groups(np.random.default_rng(0), prompt=20, longest=40, vocab_size=24)
     num_tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
     burst = math.ceil(BURST_TOKENS / num_tokens)
+    correction = described(recipe.correction)
     seconds: dict[str, list[float]] = {"trainer": [], "columns": [], "writing": []}
     with (
         tempfile.TemporaryDirectory() as folder,
@@ -73,7 +74,7 @@ def _beside_the_trainer(bursts: int) -> dict[str, float]:
             results = [trainer.train([groups])[0] for _ in range(burst)]
             trained = time.process_time()
             for result in results:
-                _write(Path(folder), groups, result, recipe.correction)
+                _write(Path(folder), groups, result, correction)
             if number:  # the first one warms up
                 seconds["writing"].append(time.process_time() - trained)
                 seconds["columns"].append(spent_s[_COLUMNS])
@@ -82,7 +83,7 @@ def _beside_the_trainer(bursts: int) -> dict[str, float]:
     return {**medians, "tokens_of_a_step": num_tokens, "steps": burst, "bursts": bursts}
 
 
-def _write(run_folder: Path, groups: Sequence[TrainingGroup], result: Any, correction: Any) -> None:
+def _write(run_folder: Path, groups: Sequence[TrainingGroup], result: Any, correction: str) -> None:
     write_step(
         run_folder,
         StepRecord(
@@ -91,7 +92,7 @@ def _write(run_folder: Path, groups: Sequence[TrainingGroup], result: Any, corre
             result.version,
             [t for g in groups for t in g.trajectories],
             result.consumptions,
-            described(correction),
+            correction,
         ),
     )
 

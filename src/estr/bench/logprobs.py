@@ -1,10 +1,11 @@
-"""Log-probs and entropies from hidden states: ours, in chunks, against plain torch.
+"""Log-probs and entropies from hidden states: ours, tile by tile, against plain torch and others.
 
-plain: logits = hidden @ weight.T, log-softmax, gather, entropy from the same log-softmax, and
-autograd's backward. Both give log-prob and entropy of every token, the log-prob with gradients to
-hidden and weight; ours also with gini, which the engine records, in a line of its own. Time and
-memory of a side are measured in a process of its own, alternating with the other's. Extra memory
-is the growth of the peak resident size over the inputs, the returned gradients taken off.
+Every side gives log-prob and entropy of each token, the log-prob with gradients to hidden states
+and output matrix; `ours_gini` and `trl_gini` also give the collision term of the distribution.
+Time and memory of a side are measured in a process of its own, which stays alive for all rounds of
+a size, so that the sides take turns call by call. Peers run in their own environments, as
+`conformance/install.py` makes them. Extra memory is the growth of the peak resident size over the
+inputs, the returned gradients taken off.
 
 `ratio`: the largest of ours over plain in forward and backward time, over all sizes.
 """
@@ -12,166 +13,154 @@ is the growth of the peak resident size over the inputs, the returned gradients 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from ..logprobs import statistics_from_hidden
+from ..errors import ConfigError
 from . import machine
 
 SHAPES = {"576 x 49,152": (576, 49152), "2,048 x 151,936": (2048, 151936)}
 """Width and vocabulary of SmolLM2-135M and of a Qwen3-1.7B."""
 
 TOKENS = (512, 2048, 4096, 16384)
-PLAIN_BYTES = 12 * 2**30
-"""Plain torch is left out where its logits, four times over, would not fit in this."""
+OURS = ("ours", "ours_gini")
+WHOLE = ("plain", "verl_chunked")
+"""Sides that hold all logits at once."""
 
-TIMEOUT_S = 1800.0
+WHOLE_BYTES = 12 * 2**30
+"""They are left out where the logits, four times over, would not fit in this."""
+
+PEERS = {"trl": ("trl", "trl_gini"), "verl": ("verl_chunked", "verl_fused")}
+"""package -> its sides (see `logprobs_sides`)."""
+
+TIMEOUT_S = 7200.0
 
 
-def run(quick: bool = False) -> dict[str, Any]:
+def run(
+    quick: bool = False, peers: Path | None = None, sizes: list[tuple[str, int, int]] | None = None
+) -> dict[str, Any]:
     """Measure every size on one and two threads; quick: the smaller matrix, 512 tokens, one
-    thread."""
-    rows = []
-    for name in list(SHAPES)[: 1 if quick else None]:
-        for tokens in TOKENS[: 1 if quick else None]:
-            for threads in (1,) if quick else (1, 2):
-                rows.append(_row(name, tokens, threads, repeats=3 if quick else 5))
-    ratios = [row["step_ratio"] for row in rows if row["step_ratio"] is not None]
+    thread. peers: the folder of the peers' environments. sizes: (shape, tokens, threads) instead.
+
+    Raises ConfigError where there is no such environment.
+    """
+    if sizes is None:
+        sizes = [(s, n, t) for s in SHAPES for n in TOKENS for t in (1, 2)]
+        sizes = sizes[:1] if quick else sizes
+    pythons = dict.fromkeys((*OURS, "plain"), sys.executable) | _peer_pythons(peers)
+    rows = [_row(*size, pythons, rounds=2 if quick else 5) for size in sizes]
+    ratios = [row["over_plain"]["step_s"] for row in rows if row["over_plain"]]
     return {
         "name": "logprobs",
-        "ratio": max(ratios),
+        "ratio": max(ratios) if ratios else None,
         "rows": rows,
         "quick": quick,
         "machine": machine(),
     }
 
 
-def _row(name: str, tokens: int, threads: int, repeats: int) -> dict[str, Any]:
-    width, vocabulary = SHAPES[name]
-    sides = ["ours", "ours_gini", "plain"]
-    if 4 * 4 * tokens * vocabulary > PLAIN_BYTES:
-        sides.remove("plain")
-    measured = {
-        side: _in_process(side, width, vocabulary, tokens, threads, repeats) for side in sides
+def _peer_pythons(folder: Path | None) -> dict[str, str]:
+    """The interpreter of every peer's side."""
+    if folder is None:
+        return {}
+    pythons: dict[str, str] = {}
+    for package, sides in PEERS.items():
+        python = folder / package / "bin" / "python"
+        if not python.exists():
+            raise ConfigError(
+                f"{python} is not there: make it with python conformance/install.py {package}"
+            )
+        pythons |= dict.fromkeys(sides, str(python))
+    return pythons
+
+
+def _row(
+    shape: str, tokens: int, threads: int, pythons: dict[str, str], rounds: int
+) -> dict[str, Any]:
+    width, vocabulary = SHAPES[shape]
+    fits = 4 * 4 * tokens * vocabulary <= WHOLE_BYTES
+    names = [side for side in pythons if fits or side not in WHOLE]
+    with ExitStack() as stack:
+        size = [str(n) for n in (width, vocabulary, tokens, threads)]
+        sides = {s: stack.enter_context(_side(pythons[s], s, size)) for s in names}
+        extra = {name: side.ask("memory")["extra_bytes"] for name, side in sides.items()}
+        timings: dict[str, list[dict[str, float]]] = {name: [] for name in names}
+        for _ in range(rounds):
+            for name, side in sides.items():
+                timings[name].append(side.ask("forward") | side.ask("step"))
+    medians = {
+        name: {key: statistics.median(t[key] for t in found) for key in found[0]}
+        | {"extra_bytes": extra[name]}
+        for name, found in timings.items()
     }
-    ours, plain = measured["ours"], measured.get("plain")
-
-    def over(key: str) -> float | None:
-        return ours[key] / plain[key] if plain else None
-
     return {
-        "shape": name,
+        "shape": shape,
         "tokens": tokens,
         "threads": threads,
-        "forward_ratio": over("forward_s"),
-        "step_ratio": over("step_s"),
-        "forward_cpu_ratio": over("forward_cpu_s"),
-        "step_cpu_ratio": over("step_cpu_s"),
-        "memory_ratio": over("extra_bytes"),
-        "sides": measured,
+        "rounds": rounds,
+        "over_plain": _over(medians["ours"], medians.get("plain")),
+        "over_peers": {
+            name: _over(medians["ours_gini" if name == "trl_gini" else "ours"], medians[name])
+            for name in names
+            if name not in (*OURS, "plain")
+        },
+        "sides": medians,
     }
 
 
-def _in_process(
-    side: str, width: int, vocabulary: int, tokens: int, threads: int, repeats: int
-) -> dict[str, float]:
-    command = [sys.executable, "-m", __name__, side]
-    command += [str(n) for n in (width, vocabulary, tokens, threads, repeats)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True)
-    found: dict[str, float] = json.loads(done.stdout)
-    return found
+def _over(ours: dict[str, float], theirs: dict[str, float] | None) -> dict[str, float] | None:
+    """Ours over theirs; below 1 is better."""
+    return {key: ours[key] / max(theirs[key], 1e-9) for key in ours} if theirs else None
 
 
-# In the measured process -------------------------------------------------------------------------
+class _Side:
+    """A process that answers requests with one line of JSON each."""
+
+    def __init__(self, process: subprocess.Popen[str], name: str) -> None:
+        self._process, self._name = process, name
+
+    def ask(self, request: str) -> dict[str, float]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(request + "\n")
+        self._process.stdin.flush()
+        limit = threading.Timer(TIMEOUT_S, self._process.kill)
+        limit.start()
+        try:
+            for line in self._process.stdout:
+                if line.startswith("{"):  # packages print what they like while they are loaded
+                    answer: dict[str, float] = json.loads(line)
+                    return answer
+        finally:
+            limit.cancel()
+        raise ConfigError(f"the side {self._name} ended; what it said stands above")
 
 
-def plain(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies), as a trainer writes them down."""
-    log_probs = (hidden @ weight.T).log_softmax(-1)
-    with torch.no_grad():
-        entropies = -(log_probs.exp() * log_probs).sum(-1)
-    return log_probs.gather(-1, token_ids[:, None])[:, 0], entropies
-
-
-def ours(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    found = statistics_from_hidden(hidden, weight, token_ids, gini=False)
-    return found.logprobs, found.entropies
-
-
-def ours_gini(hidden: Tensor, weight: Tensor, token_ids: Tensor) -> tuple[Tensor, Tensor]:
-    found = statistics_from_hidden(hidden, weight, token_ids, gini=True)
-    return found.logprobs, found.entropies
-
-
-SIDES: dict[str, Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]] = {
-    "plain": plain,
-    "ours": ours,
-    "ours_gini": ours_gini,
-}
-
-
-def measure(
-    side: str, width: int, vocabulary: int, tokens: int, threads: int, repeats: int
-) -> dict[str, float]:
-    """Median seconds of a forward pass without gradient and of a step, and the step's extra bytes.
-
-    A step is forward and backward of the mean of the log-probs."""
-    torch.set_num_threads(threads)
-    torch.manual_seed(0)
-    hidden = torch.randn(tokens, width, requires_grad=True)
-    weight = (torch.randn(vocabulary, width) * width**-0.5).requires_grad_()
-    token_ids = torch.randint(vocabulary, (tokens,))
-    function = SIDES[side]
-
-    def step() -> None:
-        torch.autograd.backward([function(hidden, weight, token_ids)[0].mean()])
-        hidden.grad = weight.grad = None
-
-    start = _peak_bytes(reset=True)
-    step()
-    gradients = 4 * (hidden.numel() + weight.numel())
-    extra = _peak_bytes() - start - gradients
-    with torch.no_grad():
-        forward_s, forward_cpu_s = _median_s(lambda: function(hidden, weight, token_ids), repeats)
-    step_s, step_cpu_s = _median_s(step, repeats)
-    return {
-        "forward_s": forward_s,
-        "forward_cpu_s": forward_cpu_s,
-        "step_s": step_s,
-        "step_cpu_s": step_cpu_s,
-        "extra_bytes": float(max(extra, 0)),
-    }
-
-
-def _median_s(work: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """(wall, CPU) seconds of one call. On one thread CPU time is the firmer figure where other
-    work shares the cores."""
-    work()
-    wall, cpu = [], []
-    for _ in range(repeats):
-        start = time.perf_counter(), time.process_time()
-        work()
-        wall.append(time.perf_counter() - start[0])
-        cpu.append(time.process_time() - start[1])
-    return statistics.median(wall), statistics.median(cpu)
-
-
-def _peak_bytes(*, reset: bool = False) -> int:
-    """Largest resident size of this process since the last reset (Linux)."""
-    if reset:
-        with open("/proc/self/clear_refs", "w", encoding="ascii") as file:
-            file.write("5")
-    with open("/proc/self/status", encoding="ascii") as file:
-        line = next(line for line in file if line.startswith("VmHWM:"))
-    return int(line.split()[1]) * 1024
-
-
-if __name__ == "__main__":
-    print(json.dumps(measure(sys.argv[1], *map(int, sys.argv[2:]))))
+@contextmanager
+def _side(python: str, name: str, size: list[str]) -> Iterator[_Side]:
+    source = Path(__file__).parents[2]
+    environment = {**os.environ, "PYTHONPATH": str(source), "HF_HUB_OFFLINE": "1"}
+    process = subprocess.Popen(
+        [python, "-m", "estr.bench.logprobs_sides", name, *size],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    try:
+        yield _Side(process, name)
+    finally:
+        assert process.stdin is not None
+        process.stdin.close()
+        try:
+            process.wait(timeout=10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -21,7 +21,10 @@ from ..errors import ConfigError, EstrError, Interrupted
 from .bench import bench
 from .check import check
 from .evaluate import evaluate
+from .export import export
+from .lab import lab
 from .ledger import ledger
+from .replay import replay
 from .report import report
 from .runs import runs
 from .sample import sample
@@ -32,11 +35,14 @@ COMMANDS: tuple[click.Command, ...] = (
     train,
     evaluate,
     sample,
+    export,
     ledger,
+    replay,
     report,
     check,
     runs,
     bench,
+    lab,
     warmstart,
 )
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from typing import Any
 
 import click
 
@@ -21,13 +23,19 @@ BENCHMARKS = {
 
 @click.command()
 @click.argument("name", metavar="NAME")
+@click.option(
+    "--peers",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Folder of other packages' environments to compare with (logprobs only).",
+)
 @click.option("--quick", is_flag=True, help="Less of everything; the figures mean less, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(name: str, quick: bool, as_json: bool) -> None:
+def bench(name: str, peers: Path | None, quick: bool, as_json: bool) -> None:
     """Measure the speed of one part.
 
     NAME is engine, trainer, async, recording, ledger or logprobs. Figures are of this machine and
-    are printed only; redirect the output of --json to keep them.
+    are printed only; redirect the output of --json to keep them. logprobs is compared with TRL and
+    verl as well where --peers names their environments, made by conformance/install.py.
 
     \b
     Example:
@@ -37,7 +45,10 @@ def bench(name: str, quick: bool, as_json: bool) -> None:
 
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}; known: {', '.join(BENCHMARKS)}")
-    figures = importlib.import_module(BENCHMARKS[name]).run(quick)
+    if peers is not None and name != "logprobs":
+        raise ConfigError(f"--peers is of the benchmark logprobs, not of {name}")
+    options: dict[str, Any] = {} if peers is None else {"peers": peers}
+    figures = importlib.import_module(BENCHMARKS[name]).run(quick, **options)
     if as_json:
         click.echo(json.dumps(figures))
         return

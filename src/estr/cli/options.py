@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 import click
 
 from ..errors import ConfigError
+from ..recipe_files import find_recipe as find_recipe
+from ..recipe_files import recipe_folders as recipe_folders
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -43,24 +45,6 @@ def seed_option(command: F) -> F:
     return click.option(
         "--seed", type=click.IntRange(min=0), help="Of the draws; the recipe's if absent."
     )(command)
-
-
-def find_recipe(name: str | None) -> Path | None:
-    """A recipe file, or the shipped recipe of that name. Raises ConfigError naming those."""
-    if name is None or Path(name).is_file():
-        return None if name is None else Path(name)
-    shipped = {path.stem: path for place in recipe_folders() for path in place.glob("*.toml")}
-    if name in shipped:
-        return shipped[name]
-    raise ConfigError(
-        f"recipe {name} is neither a file nor a shipped recipe ({', '.join(sorted(shipped))})"
-    )
-
-
-def recipe_folders() -> list[Path]:
-    """Where recipes are: beside the package's sources, or inside an installed package."""
-    package = Path(__file__).parents[1]
-    return [package.parents[1] / "recipes", package / "recipes"]
 
 
 def run_folder(source: str, runs: Path) -> Path:

@@ -9,8 +9,8 @@
 
 A switch is pause(keep) -> reload -> resume, between two steps: running requests stay where they
 are. With kv = recompute their caches are dropped and filled again under the new weights. Prompts
-are shared under a key that holds the version, so nothing of an older one is ever found by a new
-request.
+are shared under a key that every load changes, so that a new request never finds anything of older
+weights.
 
 This module runs in vLLM's own virtual environment, in the process that `estr.engines.process`
 spawns there; it needs vllm, torch, numpy, safetensors and transformers.
@@ -62,6 +62,7 @@ class VllmEngine:
         self._pending: tuple[int, State, KVPolicy] | None = None
         self._arrivals = itertools.count()
         self._names = itertools.count()
+        self._num_loads = 0
         self._closed = ""
         self._counts = dict.fromkeys(("steps", "tokens", "prompt_tokens", "cached_tokens"), 0)
         self._vllm.collective_rpc("estr_record", args=(version, self._vocab_size))
@@ -168,7 +169,7 @@ class VllmEngine:
             return
         self._pending = None
         version, state, kv = load
-        # What has drawn nothing yet begins anew, under the key of the new version.
+        # What has drawn nothing yet begins anew, under the new key.
         unread = [name for name, row in self._running.items() if not row.filled]
         self._waiting |= {(row := self._running[name]).request.id: row for name in unread}
         self._withdraw(unread)
@@ -182,6 +183,7 @@ class VllmEngine:
             raise WeightsError(self._closed) from error
         core.resume_scheduler()
         self._version = version
+        self._num_loads += 1
 
     def _admit(self) -> None:
         free = self._max_batch - len(self._running)
@@ -205,7 +207,7 @@ class VllmEngine:
         self._vllm.add_request(
             name,
             TokensPrompt(
-                prompt_token_ids=row.history().tolist(), cache_salt=f"version {self._version}"
+                prompt_token_ids=row.history().tolist(), cache_salt=f"load {self._num_loads}"
             ),
             SamplingParams(
                 max_tokens=len(left),
@@ -320,6 +322,8 @@ def _start(folder: Path, options: EngineOptions) -> Any:
             kv_cache_memory_bytes=int(options.kv_cache_gb * 1e9),
             max_num_seqs=options.max_batch,
             enable_prefix_caching=True,
+            # Only whole blocks are shared; vLLM's 128 on a CPU would share no short prompt.
+            block_size=32 if kind == "cpu" else None,
             scheduling_policy="priority",
             async_scheduling=False,
             enforce_eager=kind == "cpu",

@@ -2,6 +2,7 @@
 
     build_task({"name": "calculator", "num_terms": 3})     a shipped task, by name
     build_task({"name": "my_package.my_module:MyTask"})    one's own class
+    build_tasks(recipe.task)                               all tasks of a recipe, by label
 
 A task class is built from its typed options, `cls(options)`, and names their dataclass as the
 attribute `Options`. Modules are imported only when their task is asked for. `stable_hash` and
@@ -19,6 +20,7 @@ from ..config import read_options
 from ..environment import Task
 from ..errors import ConfigError
 from ..functions import import_object
+from ..options.tasks import MIX, entries
 
 TASKS: dict[str, str] = {
     "arithmetic": "estr.environments.arithmetic:ArithmeticTask",
@@ -29,6 +31,7 @@ TASKS: dict[str, str] = {
     "gsm8k": "estr.environments.gsm8k:Gsm8kTask",
     "lookup": "estr.environments.lookup:LookupTask",
     "math": "estr.environments.math_problems:MathTask",
+    "reasoning_gym": "estr.environments.reasoning_gym:ReasoningGymTask",
 }
 """The shipped tasks: name -> "module:Class"."""
 
@@ -39,9 +42,27 @@ def build_task(table: Mapping[str, Any]) -> Task:
     Raises ConfigError for an unknown name, a class that cannot be imported or has no options
     dataclass, and for options that are unknown, of the wrong type or out of range.
     """
+    if table.get("name") == MIX:
+        raise ConfigError(
+            f"this takes one task, not {len(entries(table))}: "
+            f"{', '.join(entry.label for entry in entries(table))}; name one"
+        )
     cls, options = _read(table)
     task: Task = cls(options)
     return task
+
+
+def build_tasks(table: Mapping[str, Any]) -> dict[str, Task]:
+    """The tasks of a recipe, one or several, by label, which of several becomes the name
+    of each. Raises ConfigError as build_task does."""
+    found = entries(table)
+    if len(found) == 1:
+        task = build_task(found[0].table)
+        return {task.name: task}
+    tasks = {entry.label: build_task(entry.table) for entry in found}
+    for label, task in tasks.items():
+        task.name = label
+    return tasks
 
 
 def resolved_options(table: Mapping[str, Any]) -> dict[str, Any]:

@@ -80,7 +80,7 @@ class DataOptions:
     max_turns: int = 4
     """Turns of a rollout with tools, at most; without tools there is one."""
     tool_role: ToolRole = "tool"
-    """Role in whose name tools answer; "user" for templates that know no other."""
+    """Role in whose name tools answer; templates that know no "tool" get "user" in any case."""
     tool_timeout_s: float = 10.0
     """Time that one call of a tool may take, seconds."""
     max_tool_chars: int = 2000

@@ -20,13 +20,22 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ..errors import DataError
-from .schema import SCHEMA_VERSION, SCHEMAS, TOKENS, StepRecord, tokens_table, trajectories_table
+from .schema import (
+    SCHEMA_VERSION,
+    SCHEMAS,
+    TOKENS,
+    TRAJECTORIES,
+    StepRecord,
+    tokens_table,
+    trajectories_table,
+)
 
 _VERSION_KEY = b"estr.schema_version"
 
 # Chosen by measurement. Log-probs, entropies and token ids are noise in their low bytes, so bytes
 # of one rank stand together; the other numbers repeat or rise by one. The few rows of trajectories
-# have many columns, most of them constant: a zstd context for each costs more than it saves.
+# have many columns, most of them constant: a zstd context for each costs more than it saves, and
+# so does a dictionary for integers.
 _FORMATS: dict[str, dict[str, Any]] = {
     "tokens": {
         "compression": "zstd",
@@ -37,7 +46,13 @@ _FORMATS: dict[str, dict[str, Any]] = {
             "token_ids": "BYTE_STREAM_SPLIT",
         },
     },
-    "trajectories": {"compression": "none"},
+    "trajectories": {
+        "compression": "none",
+        "use_dictionary": [f.name for f in TRAJECTORIES if not pa.types.is_integer(f.type)],
+        "column_encoding": {
+            f.name: "DELTA_BINARY_PACKED" for f in TRAJECTORIES if pa.types.is_integer(f.type)
+        },
+    },
 }
 
 
@@ -64,13 +79,7 @@ def write_tables(run_folder: Path, step: int, tables: Mapping[str, pa.Table]) ->
         aside = path.with_name(f"{path.name}.writing")
         try:
             aside.parent.mkdir(parents=True, exist_ok=True)
-            pq.write_table(
-                table.replace_schema_metadata({_VERSION_KEY: str(SCHEMA_VERSION)}),
-                aside,
-                write_statistics=["step"],
-                store_schema=False,
-                **_FORMATS[name],
-            )
+            aside.write_bytes(_part(name, table))
             aside.rename(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -80,6 +89,19 @@ def write_tables(run_folder: Path, step: int, tables: Mapping[str, pa.Table]) ->
                 "with ledger = false"
             ) from error
     return paths
+
+
+def _part(name: str, table: pa.Table) -> pa.Buffer:
+    """The bytes of a part: made in memory, since a part is small and a file would be slower."""
+    stream = pa.BufferOutputStream()
+    pq.write_table(
+        table.replace_schema_metadata({_VERSION_KEY: str(SCHEMA_VERSION)}),
+        stream,
+        write_statistics=["step"],
+        store_schema=False,
+        **_FORMATS[name],
+    )
+    return stream.getvalue()
 
 
 def sync(paths: Iterable[Path]) -> None:

@@ -119,9 +119,12 @@ def _macros() -> str:
     )
     bound = MAX_LOG_RATIO
     return (
-        f"create macro entropy_bin(entropy) as (case {cases} else {ENTROPY_EDGES[-1]} end)::float;"
-        f"create macro bounded_ratio(log_ratio) as "
-        f"exp(greatest(least(log_ratio, {bound}::float), -{bound}::float));"
+        "create macro entropy_bin(entropy) as (case when entropy is null then null "
+        f"{cases} else {ENTROPY_EDGES[-1]} end)::float;"
+        # case, not greatest and least: those are slow, and take a NULL for the other argument.
+        f"create macro bounded_ratio(log_ratio) as exp(case when log_ratio > {bound} "
+        f"then {bound}::float when log_ratio < -{bound} then -{bound}::float else log_ratio end);"
+        "create macro not_negative(value) as case when value < 0 then 0 else value end;"
         f"create macro is_in_bounds(log_ratio) as abs(log_ratio) <= {bound};"
     )
 

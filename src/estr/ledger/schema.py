@@ -84,7 +84,11 @@ TOKENS = pa.schema(
 
 SCHEMAS = {"trajectories": TRAJECTORIES, "tokens": TOKENS}
 
-_CONSUMED: dict[str, type[np.generic]] = {
+# Columns that stand under these names in Trajectory and in its SamplingSettings.
+_OF_TRAJECTORY = ("task", "problem", "worker", "status", "error", "dispatch_version")
+_OF_SAMPLING = ("temperature", "max_new_tokens", "max_tokens", "stop_token_ids")
+
+CONSUMED: dict[str, type[np.generic]] = {
     "policy_logprobs": np.float32,
     "proximal_logprobs": np.float32,
     "ref_logprobs": np.float32,
@@ -118,44 +122,32 @@ def described(correction: Sequence[Table]) -> str:
 
 def trajectories_table(record: StepRecord) -> pa.Table:
     """One row for each trajectory of the step."""
-    common = {
-        "step": record.step,
-        "target_version": record.target_version,
-        "version": record.version,
-        "correction": record.correction,
-        "aggregation": record.aggregation,
+    trajectories, consumptions = record.trajectories, record.consumptions
+    number = len(trajectories)
+    if len(consumptions) != number:
+        raise ValueError(f"{number} trajectories but {len(consumptions)} consumptions")
+    ids, sampling = [t.id for t in trajectories], [t.sampling for t in trajectories]
+    columns: dict[str, list[Any]] = {
+        "step": [record.step] * number,
+        "trajectory": list(range(number)),
+        "target_version": [record.target_version] * number,
+        "version": [record.version] * number,
+        "run": [i.run for i in ids],
+        "group_id": [i.group for i in ids],
+        "index": [i.index for i in ids],
+        "attempt": [i.attempt for i in ids],
+        "rewards": [list(t.rewards.items()) for t in trajectories],
+        "advantage": [c.advantage for c in consumptions],
+        "turns": [[turn._asdict() for turn in t.turns] for t in trajectories],
+        "times_s": [list(t.times_s.items()) for t in trajectories],
+        "correction": [record.correction] * number,
+        "aggregation": [record.aggregation] * number,
     }
-    rows = []
-    for number, (t, consumption) in enumerate(
-        zip(record.trajectories, record.consumptions, strict=True)
-    ):
-        rows.append(
-            {
-                **common,
-                "trajectory": number,
-                "run": t.id.run,
-                "group_id": t.id.group,
-                "index": t.id.index,
-                "attempt": t.id.attempt,
-                "task": t.task,
-                "problem": t.problem,
-                "worker": t.worker,
-                "status": t.status,
-                "error": t.error,
-                "dispatch_version": t.dispatch_version,
-                "outcome": t.outcome,
-                "rewards": list(t.rewards.items()),
-                "reward": t.reward,
-                "advantage": consumption.advantage,
-                "turns": [turn._asdict() for turn in t.turns],
-                "times_s": list(t.times_s.items()),
-                "temperature": t.sampling.temperature,
-                "max_new_tokens": t.sampling.max_new_tokens,
-                "max_tokens": t.sampling.max_tokens,
-                "stop_token_ids": t.sampling.stop_token_ids,
-            }
-        )
-    return pa.Table.from_pylist(rows, schema=TRAJECTORIES)
+    for name in (*_OF_TRAJECTORY, "outcome", "reward"):
+        columns[name] = [getattr(t, name) for t in trajectories]
+    for name in _OF_SAMPLING:
+        columns[name] = [getattr(s, name) for s in sampling]
+    return pa.Table.from_pydict(columns, schema=TRAJECTORIES)
 
 
 def tokens_table(record: StepRecord) -> pa.Table:
@@ -177,13 +169,16 @@ def tokens_table(record: StepRecord) -> pa.Table:
         "trajectory": pa.array(np.repeat(np.arange(len(totals), dtype=np.int32), totals)),
         "segment": pa.array(np.repeat(np.array(numbers, dtype=np.int32), lengths)),
         "position": pa.array((np.arange(total) - np.repeat(starts, totals)).astype(np.int32)),
+        "sampled": pa.array(sampled),
     }
+    unsampled = ~sampled
     for name, dtype, *_ in COLUMNS:
-        known = None if name in ("token_ids", "sampled") else sampled
-        columns[name] = _column([getattr(s, name) for s in segments], lengths, dtype, known)
-    trained = sampled & np.repeat(scored, totals)
-    for name, dtype in _CONSUMED.items():
-        columns[name] = _column([getattr(c, name) for c in consumptions], totals, dtype, trained)
+        if name != "sampled":
+            unknown = None if name == "token_ids" else unsampled
+            columns[name] = _column([getattr(s, name) for s in segments], lengths, dtype, unknown)
+    untrained = unsampled | np.repeat(~scored, totals)
+    for name, dtype in CONSUMED.items():
+        columns[name] = _column([getattr(c, name) for c in consumptions], totals, dtype, untrained)
     return pa.table(columns, schema=TOKENS)
 
 
@@ -191,13 +186,14 @@ def _column(
     parts: Sequence[npt.NDArray[Any] | None],
     lengths: Sequence[int],
     dtype: type[np.generic],
-    known: npt.NDArray[np.bool_] | None,
+    unknown: npt.NDArray[np.bool_] | None,
 ) -> pa.Array:
     """The parts as one column; NULL where nothing is known, and all along a part that is None."""
-    absent = np.array([part is None for part in parts], dtype=np.bool_)
-    unknown = None if known is None else ~known
-    if absent.any():
-        missing = np.repeat(absent, lengths)
+    absent = [part is None for part in parts]
+    if any(absent):
+        if all(absent):
+            return pa.nulls(sum(lengths), pa.from_numpy_dtype(dtype))
+        missing = np.repeat(np.array(absent), lengths)
         unknown = missing if unknown is None else unknown | missing
     return pa.array(_joined(parts, lengths, dtype), mask=unknown)
 
@@ -206,8 +202,7 @@ def _joined(
     parts: Sequence[npt.NDArray[Any] | None], lengths: Sequence[int], dtype: type[np.generic]
 ) -> npt.NDArray[Any]:
     filled = [np.zeros(n, dtype) if p is None else p for p, n in zip(parts, lengths, strict=True)]
-    if wrong := [i for i, (p, n) in enumerate(zip(filled, lengths, strict=True)) if len(p) != n]:
-        raise ValueError(
-            f"part {wrong[0]} has {len(filled[wrong[0]])} entries for {lengths[wrong[0]]} tokens"
-        )
+    if (found := [len(part) for part in filled]) != lengths:
+        wrong = next(i for i, n in enumerate(found) if n != lengths[i])
+        raise ValueError(f"part {wrong} has {found[wrong]} entries for {lengths[wrong]} tokens")
     return np.concatenate(filled) if filled else np.zeros(0, dtype)

@@ -1,6 +1,9 @@
 -- Everything that follows from the facts. `tokens`, `trajectories` (the parts as they are) and
 -- `settings` (one row for each step: what its corrections say of themselves) exist already.
 
+-- Whatever a token needs from its trajectory and its step is joined to the trajectories first: they
+-- are few, and the many tokens are then joined once.
+
 -- The tokens that were trained on: sampled by the model, in a trajectory with an advantage.
 create view trained_tokens as
 with joined as (
@@ -12,13 +15,17 @@ with joined as (
         policy_logprobs, proximal_logprobs, ref_logprobs,
         kept, clipped,
         policy_logprobs - behavior_logprobs as log_ratio,
-        greatest(behavior_entropies, 0) as entropy
+        not_negative(behavior_entropies) as entropy,
+        eps, weight_edge
     from tokens
-    join trajectories using (step, trajectory)
+    join (
+        select step, trajectory, group_id, advantage, trajectories.target_version, eps, weight_edge
+        from trajectories join settings using (step)
+    ) using (step, trajectory)
     where kept is not null
 )
 select
-    joined.* exclude (entropy),
+    joined.* exclude (entropy, eps, weight_edge),
     entropy_bin(entropy) as entropy_bin,
     bounded_ratio(log_ratio) as ratio,
     log_ratio * log_ratio / (entropy + eps) as score,
@@ -26,8 +33,7 @@ select
         when 'none' then 1.0
         when 'B' then bounded_ratio(coalesce(proximal_logprobs, policy_logprobs) - behavior_logprobs)
     end::float as weight
-from joined
-join settings using (step);
+from joined;
 
 -- What each of them adds to the loss of its step, and the factor of its log-prob's gradient in it.
 -- NULL where the step's correction cannot be followed in SQL (`estr replay` can).
@@ -46,10 +52,11 @@ counted as (
 denominators as (
     select
         step, group_id,
-        case aggregation
+        surrogate_edge, clip_low, clip_high,
+        (case aggregation
             when 'batch' then sum(tokens_of_group) over (partition by step)
             else tokens_of_group * count(*) over (partition by step)
-        end as denominator
+        end)::double as denominator  -- a sum of counts has 128 bits, which is slow for every token
     from counted join settings using (step)
 ),
 terms as (
@@ -61,7 +68,6 @@ terms as (
         end as surrogate_log_ratio,
         bounded_ratio(surrogate_log_ratio) as surrogate_ratio
     from trained_tokens
-    join settings using (step)
     join denominators using (step, group_id)
 )
 select

@@ -89,6 +89,15 @@ class TrainerOptions:
     """Bound on the global gradient norm; inf: none."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: autocast; the master weights and the optimizer stay float32."""
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the model's own parameters are kept in. bfloat16 takes half the memory; float32 masters
+    of what is trained, and gradients summed in float32, stay beside them. Needs dtype bfloat16."""
+    gradient_checkpointing: bool = False
+    """Keep only the input of each layer and compute the rest again in the backward pass: less
+    memory, about a third more time, the same gradients."""
+    attention: Literal["sdpa", "flash_attention_2", "eager"] = "sdpa"
+    """sdpa: PyTorch's own, which on a GPU in bfloat16 is a flash kernel already.
+    flash_attention_2 needs a GPU, dtype bfloat16 and the package flash-attn."""
     token_budget: int = 4096
     """Padded tokens in one micro-batch, at most."""
     threads: int = 1
@@ -110,6 +119,17 @@ class TrainerOptions:
         require(self.grad_clip > 0, f"grad_clip must be above 0, not {self.grad_clip}")
         _at_least("token_budget", self.token_budget, 16)
         _at_least("threads", self.threads, 1)
+        require(
+            self.param_dtype == "float32" or self.dtype == "bfloat16",
+            "param_dtype = 'bfloat16' needs dtype = 'bfloat16': arithmetic in float32 on rounded "
+            "parameters would gain nothing",
+        )
+        require(
+            self.attention != "flash_attention_2"
+            or (self.dtype == "bfloat16" and self.device != "cpu"),
+            f"attention = 'flash_attention_2' needs dtype = 'bfloat16' and a GPU, not "
+            f"{self.dtype} on {self.device}; leave it at 'sdpa'",
+        )
         require_positive("timeout_s", self.timeout_s)
 
 
@@ -126,6 +146,71 @@ class LossOptions:
     variance_of: Literal["outcome", "reward"] = "outcome"
     """What must differ within a group for it to teach anything: the raw outcome of the task, or the
     reward, so that shaped parts (a well-formed call) teach where no outcome differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class CurriculumOptions:
+    """Problems and tasks chosen by how often they are solved, as found when their groups were
+    trained on (or given up by dynamic sampling)."""
+
+    skip: int = 0
+    """A problem whose last pass rate was not between low and high is passed over when its turn
+    comes again, at most so often in a row; 0: never."""
+    low: float = 0.0
+    """Up to this pass rate a problem counts as too hard."""
+    high: float = 1.0
+    """From this pass rate on a problem counts as mastered."""
+    floor: float = 1.0
+    """The weight of each of several tasks is multiplied by 4 p (1 - p), but at least by this, p
+    being its running pass rate; 1: weights stay as they are."""
+
+    def __post_init__(self) -> None:
+        _at_least("skip", self.skip, 0)
+        require(
+            0 <= self.low < self.high <= 1,
+            f"low and high must be pass rates, 0 <= low < high <= 1, not {self.low}, {self.high}",
+        )
+        require(0 < self.floor <= 1, f"floor must be in (0, 1], not {self.floor}")
+
+
+@dataclass(frozen=True, slots=True)
+class LoraOptions:
+    """Low-rank adapters beside the linear layers, which alone are trained (extra `lora`, by peft).
+    Published and saved weights have them merged in."""
+
+    rank: int = 0
+    """Of the adapters; 0: none, the whole model is trained."""
+    alpha: float = 32.0
+    """The adapters' product is multiplied by alpha / rank."""
+    targets: tuple[str, ...] = ()
+    """Names of the layers, such as "q_proj"; empty: every linear layer but the output layer."""
+
+    def __post_init__(self) -> None:
+        _at_least("rank", self.rank, 0)
+        require_positive("alpha", self.alpha)
+
+
+KlEstimator = Literal["k1", "k3"]
+
+
+@dataclass(frozen=True, slots=True)
+class KlOptions:
+    """A price on the distance from the initial weights, which are kept as a frozen reference."""
+
+    coefficient: float = 0.0
+    """Reward per nat that the distance costs; 0: none, and no reference is kept."""
+    estimator: KlEstimator = "k1"
+    """With d = policy - reference log-prob of a token: k1 is d, k3 is exp(-d) - 1 + d (GRPO).
+    docs/mathematics.md says what the gradient of each is."""
+    place: Literal["loss", "reward"] = "loss"
+    """loss: a term of its own on every trained token. reward: the sum over a rollout's tokens, at
+    their draw, is taken from its reward before advantages are computed; the outcome stays."""
+
+    def __post_init__(self) -> None:
+        require(
+            self.coefficient >= 0 and math.isfinite(self.coefficient),
+            f"coefficient must be finite and at least 0, not {self.coefficient}",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +268,19 @@ class EvalOptions:
             self.temperature >= 0 and math.isfinite(self.temperature),
             f"temperature must be finite and at least 0, not {self.temperature}",
         )
+
+
+@dataclass(frozen=True, slots=True)
+class WandbOptions:
+    """The metrics at Weights & Biases, too (extra `wandb`); metrics.jsonl and TensorBoard are
+    written in any case."""
+
+    project: str = ""
+    """Of the site; empty: nothing goes there, and wandb is not imported."""
+    entity: str = ""
+    """User or team; empty: the default one."""
+    mode: Literal["online", "offline"] = "online"
+    """offline: kept in the run folder, for `wandb sync`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from ..errors import DataError
 from ..ledger import open_ledger
 from ..ledger.schema import described
 from ..metrics import read_metrics
+from ..options.tasks import title
 from ..run_folder import RunFolder
 from ..schedule import LOOP_FILE
 from .curves import Curves, Record, curves_of, over_seeds, statuses_of, stride_for
@@ -140,7 +141,7 @@ def _run(source: _Source, stride: int, recipe_number: int, budget: Budget) -> Ru
         name=source.name,
         seed=recipe.seed,
         model=recipe.model,
-        task=str(recipe.task["name"]),
+        task=title(recipe.task),
         correction=" + ".join(str(entry["name"]) for entry in recipe.correction),
         tau=tau_of(described(recipe.correction)),
         max_staleness=recipe.max_staleness,

@@ -9,7 +9,7 @@ select
     avg(log_ratio * log_ratio) / (avg(behavior_entropies) + 0.01) as against_entropy,
     avg((not kept)::int) as rho_mask
 from (
-    select *, floor(log2(greatest(behavior_entropies, 0) + 0.01)) as bin
+    select *, floor(log2(not_negative(behavior_entropies) + 0.01)) as bin
     from trained_tokens
 )
 group by bin

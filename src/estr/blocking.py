@@ -1,0 +1,105 @@
+"""Asynchronous work from ordinary code, wherever that runs.
+
+    blocking.run(lambda: work())          what `await work()` gives
+
+In a script that is asyncio.run. Where this thread runs an event loop already (a notebook, an
+asynchronous program), the work gets a thread and a loop of its own, and the caller waits for it; to
+go on meanwhile, an asynchronous program says `await asyncio.to_thread(estr.train, recipe)`.
+
+    with blocking.interrupts_go_to(handler):    Ctrl-C and SIGTERM call it, on the work's loop
+
+Without a handler Ctrl-C cancels the work, in either case.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+from collections.abc import Callable, Coroutine, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Handler = Callable[[], None]
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_handlers: ContextVar[list[Handler] | None] = ContextVar("handlers", default=None)
+"""Of work whose signals arrive in another thread, the last one is called. None: they come here."""
+
+
+def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    """What the coroutine comes to. Raises what it raises; KeyboardInterrupt if Ctrl-C ended it."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work())
+    handlers: list[Handler] = []
+    interrupted = False
+
+    async def supervised() -> T:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        handlers.append(lambda: _call_soon(loop, task.cancel))
+        _handlers.set(handlers)
+        return await work()
+
+    def on_signal(number: int, frame: object) -> None:
+        nonlocal interrupted
+        interrupted = True
+        if handlers:
+            handlers[-1]()
+
+    with ThreadPoolExecutor(1, thread_name_prefix="estr") as thread, _calling(on_signal):
+        try:
+            return thread.submit(lambda: asyncio.run(supervised())).result()
+        except asyncio.CancelledError as error:
+            if not interrupted:
+                raise
+            raise KeyboardInterrupt from error
+
+
+@contextlib.contextmanager
+def interrupts_go_to(handler: Handler) -> Iterator[None]:
+    """Inside, Ctrl-C and SIGTERM call `handler` on the running loop. Where no signal can be caught
+    (a thread that nobody forwards them to), Python's own handling stays."""
+    loop = asyncio.get_running_loop()
+    elsewhere = _handlers.get()
+    if elsewhere is not None:
+        elsewhere.append(lambda: _call_soon(loop, handler))
+        try:
+            yield
+        finally:
+            elsewhere.pop()
+        return
+    installed = []
+    for number in SIGNALS:
+        with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            loop.add_signal_handler(number, handler)
+            installed.append(number)
+    try:
+        yield
+    finally:
+        for number in installed:
+            loop.remove_signal_handler(number)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
+        loop.call_soon_threadsafe(callback)
+
+
+@contextlib.contextmanager
+def _calling(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
+    """Signals call it while this thread waits; only the main thread is ever sent any."""
+    before: dict[signal.Signals, Any] = {}
+    for number in SIGNALS:
+        with contextlib.suppress(ValueError):  # not the main thread
+            before[number] = signal.signal(number, on_signal)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,25 @@
+"""The experiments by name. Each module has TITLE and run(lab) -> Report; a new one is a file here
+and a line below."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from ...errors import ConfigError
+
+EXPERIMENTS: dict[str, str] = {
+    "compare": "every method, in every regime, against synchronous training",
+    "staleness": "the paper's grid of intra and inter staleness",
+    "sensitivity": "tau and eps of estr",
+    "controls": "what the gain of estr hangs on",
+    "paper": "all of them, beside the published figures",
+}
+"""name -> what it measures; estr.lab.experiments.NAME is the module."""
+
+
+def find_experiment(name: str) -> Any:
+    """The module of an experiment. Raises ConfigError naming those that there are."""
+    if name not in EXPERIMENTS:
+        raise ConfigError(f"there is no experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
+    return importlib.import_module(f"{__name__}.{name}")

@@ -1,0 +1,79 @@
+"""Figures, drawn from the rows of a table alone; matplotlib (the extra `lab`) is imported here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+
+def _pyplot() -> Any:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def dots(
+    panels: Mapping[str, Mapping[str, Sequence[float]]],
+    path: Path,
+    *,
+    ylabel: str,
+    lines: Mapping[str, float] | None = None,
+) -> None:
+    """One panel for each key, in it a column for each label: every value a dot, their mean a bar.
+    lines: horizontal lines by name, in every panel."""
+    pyplot = _pyplot()
+    width = 1.5 + sum(0.45 * len(columns) + 0.6 for columns in panels.values())
+    figure, axes = pyplot.subplots(
+        1,
+        len(panels),
+        sharey=True,
+        squeeze=False,
+        figsize=(width, 3.6),
+        width_ratios=[max(1, len(columns)) for columns in panels.values()],
+    )
+    for axis, (title, columns) in zip(axes[0], panels.items(), strict=True):
+        for x, values in enumerate(columns.values()):
+            axis.bar(x, fmean(values), width=0.7, color="tab:blue", alpha=0.35)
+            axis.plot([x] * len(values), list(values), "o", color="tab:blue", markersize=3)
+        for name, y in (lines or {}).items():
+            axis.axhline(y, linewidth=1, linestyle="--", color="black", label=name)
+        axis.set_xticks(range(len(columns)), list(columns), rotation=60, ha="right", fontsize=8)
+        axis.set_title(title, fontsize=9)
+        axis.grid(axis="y", alpha=0.3)
+    axes[0][0].set_ylabel(ylabel)
+    if lines:
+        axes[0][-1].legend(fontsize=7)
+    _save(pyplot, figure, path)
+
+
+def grids(
+    panels: Mapping[str, Mapping[tuple[Any, Any], float]], path: Path, *, xlabel: str, ylabel: str
+) -> None:
+    """One panel for each key: a colored field of values in [0, 1] over (x, y), written in."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(
+        1, len(panels), squeeze=False, figsize=(1 + 3.2 * len(panels), 3.0)
+    )
+    for axis, (title, cells) in zip(axes[0], panels.items(), strict=True):
+        xs, ys = sorted({x for x, _ in cells}), sorted({y for _, y in cells})
+        field = [[cells.get((x, y), float("nan")) for x in xs] for y in ys]
+        axis.imshow(field, vmin=0, vmax=1, cmap="viridis", aspect="auto", origin="lower")
+        for (x, y), value in cells.items():
+            axis.text(
+                xs.index(x), ys.index(y), f"{value:.2f}", ha="center", va="center", color="white"
+            )
+        axis.set_xticks(range(len(xs)), [f"{x:g}" for x in xs])
+        axis.set_yticks(range(len(ys)), [f"{y:g}" for y in ys])
+        axis.set(title=title, xlabel=xlabel, ylabel=ylabel)
+    _save(pyplot, figure, path)
+
+
+def _save(pyplot: Any, figure: Any, path: Path) -> None:
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)

@@ -1,0 +1,122 @@
+"""Paired comparisons over seeds, and what may be said after them.
+
+Differences are paired by seed: two methods with one seed met the same problems and uniforms. Seeds
+are drawn anew (bootstrap), never single problems, since what is claimed is about training runs.
+
+    non-inferior   the lower bound of the difference lies above -MARGIN
+    better         ... above +MARGIN
+    inferior       the upper bound lies below -MARGIN
+
+Bounds are the ends of the two-sided 95 % interval (ALPHA on each side); over a family of
+comparisons each of the three is Holm-corrected. With fewer than MIN_PAIRS seeds nothing is decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..scores import bootstrap_intervals
+
+MARGIN = 0.03
+ALPHA = 0.025
+MIN_PAIRS = 5
+
+_NUM_RESAMPLES = 20_000
+
+Judgement = Literal["better", "non-inferior", "inferior", "undecided", "too few seeds"]
+Answer = Literal["holds", "in part", "not here", "undecided", "not run"]
+Float64Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Paired:
+    """One method against a reference, accuracy in [0, 1].
+
+    difference: mean over the shared seeds, method - reference; low, high: its 95 % bootstrap
+    interval; p_*: one-sided bootstrap p-values, before any correction."""
+
+    num_pairs: int
+    difference: float
+    low: float
+    high: float
+    p_non_inferior: float
+    p_better: float
+    p_inferior: float
+
+
+def compare_seeds(method: Mapping[int, float], reference: Mapping[int, float]) -> Paired | None:
+    """method, reference: seed -> accuracy. None where they share no seed."""
+    seeds = sorted(method.keys() & reference.keys())
+    if not seeds:
+        return None
+    differences = np.array([method[seed] - reference[seed] for seed in seeds])
+    (interval,) = bootstrap_intervals(differences[:, None], seed=0)
+    rng = np.random.default_rng(0)
+    drawn = rng.integers(0, len(seeds), (_NUM_RESAMPLES, len(seeds)))
+    means = differences[drawn].mean(axis=1)
+    return Paired(
+        len(seeds),
+        float(differences.mean()),
+        *interval,
+        p_non_inferior=_share(means <= -MARGIN),
+        p_better=_share(means <= MARGIN),
+        p_inferior=_share(means >= -MARGIN),
+    )
+
+
+def _share(hits: npt.NDArray[np.bool_]) -> float:
+    """A bootstrap p-value is never 0: the observed sample counts as one of them."""
+    return (float(hits.sum()) + 1.0) / (len(hits) + 1.0)
+
+
+def holm(p_values: Sequence[float]) -> list[float]:
+    """Holm's step-down adjusted p-values, in the order given (Holm 1979, "A simple sequentially
+    rejective multiple test procedure")."""
+    adjusted = [0.0] * len(p_values)
+    highest = 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=lambda i: p_values[i])):
+        highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        adjusted[i] = highest
+    return adjusted
+
+
+def judge(family: Mapping[str, Paired | None]) -> dict[str, Judgement]:
+    """The judgement of each comparison of one family, Holm-corrected within it."""
+    tested = {n: p for n, p in family.items() if p is not None and p.num_pairs >= MIN_PAIRS}
+    rejected: dict[str, set[str]] = {}
+    for kind in ("p_better", "p_non_inferior", "p_inferior"):
+        adjusted = holm([getattr(p, kind) for p in tested.values()])
+        rejected[kind] = {n for n, p in zip(tested, adjusted, strict=True) if p <= ALPHA}
+    judgements: dict[str, Judgement] = {}
+    for name in family:
+        if name not in tested:
+            judgements[name] = "too few seeds"
+        elif name in rejected["p_better"]:
+            judgements[name] = "better"
+        elif name in rejected["p_non_inferior"]:
+            judgements[name] = "non-inferior"
+        elif name in rejected["p_inferior"]:
+            judgements[name] = "inferior"
+        else:
+            judgements[name] = "undecided"
+    return judgements
+
+
+def answer(found: Mapping[str, bool | None]) -> Answer:
+    """One answer from what was found in each regime; None: nothing could be decided there.
+
+    holds: in all of them; in part: in some; not here: in none of those decided. A regime left
+    undecided keeps a claim from holding, not from failing."""
+    if not found:
+        return "not run"
+    decided = [value for value in found.values() if value is not None]
+    if not decided:
+        return "undecided"
+    if not any(decided):
+        return "not here"
+    return "holds" if all(decided) and len(decided) == len(found) else "in part"

@@ -1,0 +1,53 @@
+"""Does this machine have what a recipe asks for? Asked before anything is computed."""
+
+from __future__ import annotations
+
+import importlib.util
+
+from .adapters import require_peft
+from .config import Recipe
+from .engines.interpreter import require_interpreter
+from .errors import ConfigError
+
+
+def check_packages(recipe: Recipe) -> None:
+    """Raises ConfigError, with the command that installs it, where a package of an option that is
+    used is not installed."""
+    require_interpreter(recipe.engine)
+    if recipe.lora.rank:
+        require_peft()
+    if recipe.wandb.project and importlib.util.find_spec("wandb") is None:
+        raise ConfigError("wandb.project needs the package wandb: pip install 'estr[wandb]'")
+    if (
+        recipe.trainer.attention == "flash_attention_2"
+        and importlib.util.find_spec("flash_attn") is None
+    ):
+        raise ConfigError(
+            "trainer.attention = 'flash_attention_2' needs the package flash-attn: pip install "
+            "flash-attn, or leave it at 'sdpa', which has a flash kernel of its own"
+        )
+
+
+def check_devices(recipe: Recipe) -> None:
+    """Raises ConfigError where a device is none that torch knows, or is not in this machine."""
+    import torch
+
+    # vLLM has a torch of its own, and sees for itself what that one finds.
+    keys = ("trainer",) if recipe.engine.name == "vllm" else ("engine", "trainer")
+    for key in keys:
+        name = getattr(recipe, key).device
+        try:
+            device = torch.device(name)
+        except RuntimeError as error:
+            raise ConfigError(
+                f'{key}.device = {name!r} is no device of torch; say "cpu" or "cuda:0"'
+            ) from error
+        if device.type == "cpu":
+            continue
+        module = getattr(torch, device.type, None)
+        found = module.device_count() if module is not None and module.is_available() else 0
+        if (device.index or 0) >= found:
+            raise ConfigError(
+                f"{key}.device = {name!r}: torch finds {found} such devices here; set it to "
+                '"cpu", or install a torch that is built for the device'
+            )

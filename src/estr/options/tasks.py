@@ -1,0 +1,70 @@
+"""A recipe's `task` key: one table, or several (`[[task]]`) that a run mixes by weight.
+
+    entries({"name": "calculator", "num_terms": 3})          one entry, the table as it stands
+    entries({"name": "mix", "tasks": [{...}, {...}]})        what `[[task]]` is read as
+
+The tables of a mix may have two keys of their own beside those of their task: `weight` and `label`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ConfigError
+
+MIX = "mix"
+
+
+@dataclass(frozen=True, slots=True)
+class TaskEntry:
+    """One task of a run. label: what its groups, metrics and evaluations are called by. weight: its
+    part in the groups that are dispatched, relative to the others. table: its name and options."""
+
+    label: str
+    weight: float
+    table: dict[str, Any]
+
+
+def entries(task: Mapping[str, Any]) -> tuple[TaskEntry, ...]:
+    """The tasks of a recipe's `task` table. Raises ConfigError naming place, value and remedy."""
+    if task["name"] != MIX:
+        return (TaskEntry(task["name"], 1.0, dict(task)),)
+    tables = task.get("tasks")
+    if set(task) != {"name", "tasks"} or not isinstance(tables, Sequence) or not tables:
+        raise ConfigError(f'write several tasks as [[task]] tables, not as name = "{MIX}"')
+    found = tuple(_entry(table, f"task[{place}]") for place, table in enumerate(tables))
+    labels = [entry.label for entry in found]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(
+                f'two tasks are called {label!r}; give each a label of its own: label = "{label}-2"'
+            )
+    return found
+
+
+def title(task: Mapping[str, Any]) -> str:
+    """What a run trains on, for people: the labels."""
+    return " + ".join(entry.label for entry in entries(task))
+
+
+def _entry(table: Any, place: str) -> TaskEntry:
+    if isinstance(table, str):
+        table = {"name": table}
+    if not isinstance(table, Mapping):
+        raise ConfigError(f"{place} must be a name or a table with a name, not {table!r}")
+    options = dict(table)
+    if "path" in options:
+        options = {"name": "data", **options}
+    name = options.get("name")
+    if not isinstance(name, str) or name == MIX:
+        raise ConfigError(f"{place} has no name of a task; say {place}.name = ...")
+    weight, label = options.pop("weight", 1.0), options.pop("label", name)
+    number = isinstance(weight, int | float) and not isinstance(weight, bool)
+    if not number or not (weight > 0 and math.isfinite(weight)):
+        raise ConfigError(f"{place}.weight must be finite and above 0, not {weight!r}")
+    if not isinstance(label, str) or not label or set(label) & set("/\n"):
+        raise ConfigError(f"{place}.label must be a text without '/', not {label!r}")
+    return TaskEntry(label, float(weight), options)

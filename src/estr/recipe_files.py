@@ -1,0 +1,25 @@
+"""Where recipes are found: a file, or one that ships with estr, by its name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .errors import ConfigError
+
+
+def find_recipe(name: str | None) -> Path | None:
+    """A recipe file, or the shipped recipe of that name. Raises ConfigError naming those."""
+    if name is None or Path(name).is_file():
+        return None if name is None else Path(name)
+    shipped = {path.stem: path for place in recipe_folders() for path in place.glob("*.toml")}
+    if name in shipped:
+        return shipped[name]
+    raise ConfigError(
+        f"recipe {name} is neither a file nor a shipped recipe ({', '.join(sorted(shipped))})"
+    )
+
+
+def recipe_folders() -> list[Path]:
+    """Where recipes are: beside the package's sources, or inside an installed package."""
+    package = Path(__file__).parent
+    return [package.parents[1] / "recipes", package / "recipes"]

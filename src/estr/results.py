@@ -1,0 +1,137 @@
+"""What a run left, typed: read from its folder, so that an old run tells as much as a new one.
+
+result = read_run("calculator")          runs/calculator
+result.before.accuracy, result.after.interval, result.model_last
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from .errors import DataError
+from .metrics import read_metrics
+from .run_folder import RunFolder, Summary
+from .subject import find_run
+
+_ABOUT_A_ROW = ("step", "version", "wall_s", "time")
+
+
+@dataclass(frozen=True, slots=True)
+class HeldOut:
+    """One held-out evaluation of a run.
+
+    step, version: optimizer steps made by then, and the version of the weights. accuracy: share of
+    solved rollouts. interval: 95 %, bootstrap over problems. num_problems: how many were played.
+    """
+
+    step: int
+    version: int
+    accuracy: float
+    interval: tuple[float, float]
+    num_problems: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainResult:
+    """What came of a run. It may stand wherever a run is named, as in `estr.evaluate(result)`.
+
+    folder: the run folder, runs/NAME. summary: everything about the run as a whole, see
+    estr.run_folder.Summary. before, after: the first and the last held-out evaluation (None: not
+    measured); best: that of model/best. metrics: the last optimizer step, by the names of
+    docs/metrics.md; a metric that this step does not have is absent.
+    """
+
+    folder: Path
+    summary: Summary
+    before: HeldOut | None
+    after: HeldOut | None
+    best: HeldOut | None
+    metrics: Mapping[str, float]
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps made."""
+        return self.summary.steps
+
+    @property
+    def version(self) -> int:
+        """Of the weights at the end."""
+        return self.summary.version
+
+    @property
+    def model_best(self) -> Path:
+        """Hugging Face folder of the best version at held-out evaluation."""
+        return RunFolder(self.folder).model_best
+
+    @property
+    def model_last(self) -> Path:
+        """Hugging Face folder of the version at the end."""
+        return RunFolder(self.folder).model_last
+
+    @property
+    def metrics_file(self) -> Path:
+        """Every optimizer step and evaluation, one JSON object a line."""
+        return self.folder / "metrics.jsonl"
+
+    def __fspath__(self) -> str:
+        return str(self.folder)
+
+
+def read_run(source: str | os.PathLike[str], *, runs: Path = Path("runs")) -> TrainResult:
+    """The result of a finished run: its folder, or its name under `runs`.
+
+    Raises DataError where there is no such run, it is not finished, or its files are torn.
+    """
+    run = find_run(source, runs)
+    if run is None:
+        name = os.fspath(source)
+        raise DataError(f"neither {name} nor {runs / name} is a run folder")
+    if not run.is_finished():
+        raise DataError(
+            f"{run.path} is not finished: it has no summary.json; go on with "
+            f"estr train --resume {run.path}"
+        )
+    rows = read_metrics(run.path / "metrics.jsonl").records
+    found = [_accuracy(row) for row in rows if "eval/accuracy" in row]
+    steps = [row for row in rows if "loss" in row]
+    return TrainResult(
+        folder=run.path,
+        summary=_summary(run.path / "summary.json"),
+        before=found[0] if found else None,
+        after=found[-1] if found else None,
+        # Evaluations differ in size, so the best one is that of the highest lower end.
+        best=max(found, key=lambda entry: entry.interval[0], default=None),
+        metrics=_numbers(steps[-1]) if steps else {},
+    )
+
+
+def _accuracy(row: Mapping[str, Any]) -> HeldOut:
+    return HeldOut(
+        step=int(row["step"]),
+        version=int(row["version"]),
+        accuracy=float(row["eval/accuracy"]),
+        interval=(float(row["eval/accuracy_low"]), float(row["eval/accuracy_high"])),
+        num_problems=int(row["eval/problems"]),
+    )
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {
+        name: float(value)
+        for name, value in row.items()
+        if name not in _ABOUT_A_ROW and isinstance(value, int | float)
+    }
+
+
+def _summary(path: Path) -> Summary:
+    try:
+        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Summary)
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        raise DataError(f"{path} is not the summary of a run: {error}") from error

@@ -1,0 +1,318 @@
+"""The laboratory's book-keeping: sweeps that resume, tables, statistics, verdicts."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from click.testing import CliRunner
+
+from estr.cli import cli
+from estr.errors import DataError, WorkerError
+from estr.lab.experiments import EXPERIMENTS, find_experiment
+from estr.lab.lab import Claim, Lab, Report, write_report
+from estr.lab.methods import ALL_METHODS, JUDGE_SEEDS, METHODS, REGIMES, TUNE_SEEDS
+from estr.lab.natural import rows_of_run
+from estr.lab.protocol import SYNC_CELL, standings, tune
+from estr.lab.statistics import answer, compare_seeds, holm, judge
+from estr.lab.sweep import Job, Sweep, code_digest
+from estr.lab.table import last_values, read_table, weighted_means, write_table
+
+JOB = "lab_jobs:measured"
+
+
+def job(number: int, **config) -> Job:
+    return Job({"number": number}, {"number": number, **config}, function=JOB)
+
+
+@pytest.fixture(autouse=True)
+def jobs_module(tmp_path, monkeypatch):
+    """A module of job functions that worker processes find."""
+    (tmp_path / "lab_jobs.py").write_text(
+        "import os, time\n"
+        "def measured(config):\n"
+        "    if config.get('fails'):\n"
+        "        raise ValueError('no such luck')\n"
+        "    if config.get('dies'):\n"
+        "        os._exit(7)\n"
+        "    time.sleep(config.get('sleep', 0))\n"
+        "    with open(config['log'], 'a') as log:\n"
+        "        log.write(f\"{config['number']}\\n\")\n"
+        "    return [{'measure': 'accuracy', 'step': 1, 'value': config['number'] / 10}]\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.chdir(tmp_path)
+
+
+def made(tmp_path) -> list[str]:
+    log = tmp_path / "log"
+    return sorted(log.read_text().split()) if log.exists() else []
+
+
+# Sweep
+
+
+def test_a_job_is_run_once_and_kept(tmp_path):
+    jobs = [job(n, log="log") for n in range(3)]
+    first = Sweep(tmp_path, processes=2).run(jobs)
+    assert [(r["number"], r["value"]) for r in first] == [(0, 0.0), (1, 0.1), (2, 0.2)]
+    again = Sweep(tmp_path, processes=1).run([*jobs, jobs[0], job(3, log="log")])
+    assert [r["number"] for r in again] == [0, 1, 2, 0, 3]
+    assert made(tmp_path) == ["0", "1", "2", "3"]
+
+
+def test_what_failed_is_named_and_the_rest_is_kept(tmp_path):
+    jobs = [job(0, fails=True, log="log"), job(1, log="log"), job(2, dies=True), job(3, log="log")]
+    with pytest.raises(WorkerError, match=r"2 of 4 runs failed, first .'number': 0..*no such luck"):
+        Sweep(tmp_path, processes=1).run(jobs)
+    assert made(tmp_path) == ["1", "3"]
+    assert len(Sweep(tmp_path, processes=1).run([jobs[1], jobs[3]])) == 2
+    assert made(tmp_path) == ["1", "3"]
+
+
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
+    code = (
+        "from pathlib import Path; from estr.lab.sweep import Job, Sweep\n"
+        f"jobs = [Job({{'number': n}}, {{'number': n, 'log': 'log', 'sleep': 30 * (n == 2)}}, "
+        f"{JOB!r}) for n in range(4)]\n"
+        "Sweep(Path('.'), processes=1).run(jobs)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 200
+        while len(list(tmp_path.glob("cache/*.json"))) < 2 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait(timeout=30)
+    assert made(tmp_path) == ["0", "1"]
+    jobs = [job(n, log="log", sleep=30 * (n == 2)) for n in (0, 1)]
+    assert len(Sweep(tmp_path, processes=1).run([*jobs, job(3, log="log", sleep=0)])) == 3
+    assert made(tmp_path) == ["0", "1", "3"]
+
+
+def test_a_torn_file_of_the_cache_is_named(tmp_path):
+    sweep = Sweep(tmp_path, processes=1)
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / f"{job(0).digest}.json").write_text('{"rows": [')
+    with pytest.raises(DataError, match="torn or foreign"):
+        sweep.run([job(0)])
+
+
+def test_the_digest_follows_function_configuration_and_code_but_not_labels(tmp_path):
+    one = Job({"a": 1}, {"x": 1})
+    assert one.digest == Job({"a": 2}, {"x": 1}).digest
+    assert one.digest != Job({"a": 1}, {"x": 2}).digest
+    assert one.digest != Job({"a": 1}, {"x": 1}, function=JOB).digest
+    assert code_digest("estr.lab.training") != code_digest("estr.lab.methods")
+
+
+# Table
+
+
+def test_a_table_comes_back_and_gives_last_values(tmp_path):
+    rows = [
+        {"job": "a", "seed": 1, "measure": "accuracy", "step": 0, "value": 0.4},
+        {"job": "a", "seed": 1, "measure": "accuracy", "step": 9, "value": 0.9},
+        {"job": "b", "seed": 2, "measure": "accuracy", "step": 9, "value": None, "lr": 0.1},
+    ]
+    write_table(rows, tmp_path / "table.parquet")
+    back = read_table(tmp_path / "table.parquet")
+    assert back == rows
+    values = last_values(back, "accuracy", "seed")
+    assert values[(1,)] == 0.9
+    assert values[(2,)] != values[(2,)]
+    with pytest.raises(ValueError, match="two jobs"):
+        last_values(back, "accuracy", "measure")
+
+
+def test_windows_count_by_their_tokens():
+    rows = [
+        {"job": "a", "measure": m, "step": s, "value": v}
+        for m, s, v in (
+            ("rho_mask", 10, 0.1),
+            ("rho_mask", 20, 0.4),
+            ("eligible_tokens", 10, 300.0),
+            ("eligible_tokens", 20, 100.0),
+        )
+    ]
+    assert weighted_means(rows, "rho_mask", "eligible_tokens", "job") == {
+        ("a",): pytest.approx(0.175)
+    }
+
+
+# Statistics
+
+
+def test_holm_steps_down():
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
+    assert holm([]) == []
+
+
+def test_paired_differences_by_seed():
+    method = {seed: 0.90 + 0.001 * seed for seed in range(10, 20)}
+    pair = compare_seeds(method, dict.fromkeys(range(5, 15), 0.9))
+    assert pair.num_pairs == 5
+    assert pair.difference == pytest.approx(0.012)
+    assert 0.010 <= pair.low < pair.difference < pair.high <= 0.014
+    assert pair.p_non_inferior == pytest.approx(1 / 20_001)
+    assert pair.p_better == 1.0
+    assert compare_seeds(method, {0: 0.5}) is None
+
+
+def test_judgements_are_by_the_margin():
+    seeds = range(10, 20)
+    zero = dict.fromkeys(seeds, 0.5)
+
+    def pair(*differences):
+        shifted = {s: 0.5 + differences[i % len(differences)] for i, s in enumerate(seeds)}
+        return compare_seeds(shifted, zero)
+
+    family = {
+        "far above": pair(0.04, 0.06),
+        "just above": pair(0.01, 0.03),
+        "as good": pair(-0.02, 0.02),
+        "far below": pair(-0.04, -0.2),
+        "unclear": pair(-0.4, 0.4),
+        "absent": None,
+    }
+    assert judge(family) == {
+        "far above": "better",
+        "just above": "non-inferior",
+        "as good": "non-inferior",
+        "far below": "inferior",
+        "unclear": "undecided",
+        "absent": "too few seeds",
+    }
+    assert judge({"a": compare_seeds({1: 0.9, 2: 0.9}, {1: 0.1, 2: 0.1})}) == {"a": "too few seeds"}
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        ({"M": True, "D": True}, "holds"),
+        ({"M": True, "D": False}, "in part"),
+        ({"M": True, "D": None}, "in part"),
+        ({"M": False, "D": None}, "not here"),
+        ({"M": None}, "undecided"),
+        ({}, "not run"),
+    ],
+)
+def test_one_answer_from_the_regimes(found, expected):
+    assert answer(found) == expected
+
+
+# Natural lag
+
+
+def test_a_real_run_gives_rows_of_the_same_names(tmp_path):
+    (tmp_path / "config.toml").write_text("")
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"step": 1, "version": 1, "wall_s": 0.5, "rho_mask": 0.25, "eligible_tokens": 40.0}\n'
+    )
+    summary = {"start_accuracy": 0.4, "final_accuracy": 0.1, "steps": 1}
+    (tmp_path / "summary.json").write_text(json.dumps(summary))
+    assert rows_of_run(tmp_path) == [
+        {"measure": "rho_mask", "step": 1, "value": 0.25},
+        {"measure": "eligible_tokens", "step": 1, "value": 40.0},
+        {"measure": "accuracy", "step": 0, "value": 0.4},
+        {"measure": "accuracy_start", "step": 1, "value": 0.4},
+        {"measure": "accuracy_end", "step": 1, "value": 0.1},
+        {"measure": "accuracy", "step": 1, "value": 0.1},
+        {"measure": "collapsed", "step": 1, "value": 1.0},
+    ]
+    (tmp_path / "summary.json").write_text(json.dumps({**summary, "final_accuracy": None}))
+    with pytest.raises(DataError, match="held-out accuracy"):
+        rows_of_run(tmp_path)
+
+
+# Protocol and experiments
+
+
+class FakeSweep:
+    """Answers every job by a rule, without running it."""
+
+    def __init__(self, rule):
+        self.rule, self.seen = rule, []
+
+    def run(self, jobs):
+        self.seen += jobs
+        rows = []
+        for its in jobs:
+            values = {"accuracy": self.rule(its), "collapsed": 0.0, "rho_mask": 0.1}
+            values["eligible_tokens"] = 10.0
+            rows += [
+                {**its.labels, "job": its.digest, "measure": m, "step": 1, "value": v}
+                for m, v in values.items()
+            ]
+        return rows
+
+
+def test_tuning_sees_the_tuning_seeds_only_and_takes_the_best():
+    sweep = FakeSweep(
+        lambda j: 0.9 if (j.labels["option"], j.labels["lr"]) == ("beta 2", 2e-3) else 0.5
+    )
+    cells = {("M", "icepop"): (REGIMES["M"], METHODS["icepop"])}
+    _, chosen = tune(Lab(sweep), cells)
+    assert {j.labels["seed"] for j in sweep.seen} == set(TUNE_SEEDS)
+    assert len(sweep.seen) == 2 * 3 * len(TUNE_SEEDS)
+    (choice,) = chosen.values()
+    assert (choice.option, choice.lr) == ("beta 2", 2e-3)
+    assert choice.correction[0]["beta"] == 2.0
+
+
+def test_compare_judges_on_other_seeds_against_sync():
+    sweep = FakeSweep(lambda j: {"none": 0.2, "estr": 0.9}.get(j.labels["method"], 0.85))
+    report = find_experiment("compare").run(Lab(sweep, only={"regime": ["M"], "method": ["estr"]}))
+    judged = {j.labels["seed"] for j in sweep.seen if j.labels["phase"] == "judge"}
+    assert judged == set(JUDGE_SEEDS)
+    found = standings(report.rows)
+    assert found.keys() == {SYNC_CELL, ("M", "estr")}
+    assert found["M", "estr"].judgement == "better"
+    assert found["M", "estr"].rho_mask == pytest.approx(0.1)
+    assert report.claims[1].answer == "holds"
+    assert report.claims[0].answer == "undecided"
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_every_experiment_reports_on_few_rows_and_on_none(name, tmp_path):
+    module = find_experiment(name)
+    for only in ({}, {"seed": ["nothing"]}):
+        sweep = FakeSweep(lambda j: 0.5 + 0.01 * j.labels["seed"])
+        report = module.run(Lab(sweep, quick=True, only=only))
+        paths = write_report(name, report, tmp_path / name if only else tmp_path)
+        assert all(path.stat().st_size for path in paths)
+        assert {c.answer for c in report.claims} <= {"not run", "undecided", "holds", "not here"}
+
+
+def test_every_method_can_be_built():
+    from estr.corrections import build_correction
+
+    for method in ALL_METHODS.values():
+        assert 1 <= len(method.variants) <= 3
+        for _, correction in method.variants:
+            build_correction(correction)
+
+
+def test_verdicts_are_json(tmp_path):
+    claim = Claim("it works", "yes", "no", "not here", "because")
+    write_report(
+        "own", Report([{"job": "a", "measure": "m", "step": 1, "value": 1.0}], [claim]), tmp_path
+    )
+    kept = json.loads((tmp_path / "verdict.json").read_text())
+    assert kept["claims"][0]["answer"] == "not here"
+    assert "| it works | yes | no | not here | because |" in (tmp_path / "report.md").read_text()
+
+
+def test_the_command_refuses_before_it_computes():
+    runner = CliRunner()
+    unknown = runner.invoke(cli, ["lab", "nothing"])
+    assert (unknown.exit_code, "known: compare" in unknown.output) == (2, True)
+    wrong = runner.invoke(cli, ["lab", "compare", "--only", "M"])
+    assert (wrong.exit_code, "label=value" in wrong.output) == (2, True)
