@@ -87,6 +87,7 @@ async def test_the_process_is_given_estr_and_nothing_else_of_ours(tmp_path: Path
     start["env"]["PYTHONPATH"] = f"{folder}:{os.path.dirname(__file__)}"
     worker = await Worker.start("bare", "worker_hosts:Plain", {"start": 5}, **start)
     assert await worker.call("add", 1, timeout_s=10) == 6
+    assert not await worker.call("finds", "numpy", timeout_s=10)
     await worker.close()
     again = vllm_process(EngineOptions(name="vllm", python=str(bare)))
     assert again["env"]["PYTHONPATH"] == str(folder)

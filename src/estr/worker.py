@@ -79,7 +79,8 @@ class Worker:
         """Spawn the process and wait until its host is built.
 
         factory: "module:callable". log: file to which its output is appended (None: discarded).
-        python: the interpreter, which must find estr. env: what is added to the environment.
+        python: another interpreter, which goes by its own search path and must find estr there.
+        env: what is added to the environment.
         Raises WorkerError (or the EstrError that the factory raised) when it does not come up.
         """
         ours, theirs = socket.socketpair()
@@ -104,9 +105,8 @@ class Worker:
         try:
             reader, worker._writer = await asyncio.open_connection(sock=ours)
             worker._reading = asyncio.create_task(worker._read(reader), name=f"read {name}")
-            await worker.call(
-                "", factory, dict(kwargs), threads, _search_path(), timeout_s=timeout_s
-            )
+            path = _search_path() if python == sys.executable else None
+            await worker.call("", factory, dict(kwargs), threads, path, timeout_s=timeout_s)
         except BaseException:
             worker._kill()
             await worker.close()
@@ -342,7 +342,8 @@ def main(argv: list[str]) -> None:
     try:
         ((number, _, (factory, kwargs, threads, search_path)),) = channel.receive(None)
         try:
-            sys.path[:] = search_path
+            if search_path is not None:
+                sys.path[:] = search_path
             module, _, name = factory.partition(":")
             host = getattr(importlib.import_module(module), name)(**kwargs)
             torch = sys.modules.get("torch")
