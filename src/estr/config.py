@@ -126,6 +126,11 @@ class Recipe:
             "was kept in them of older versions could not be rebuilt",
         )
         require(
+            not (self.deterministic and self.engine.name != "local"),
+            f"deterministic = true needs engine.name = 'local', not {self.engine.name!r}: vLLM "
+            "schedules its own steps, and no recorded schedule can make it repeat them",
+        )
+        require(
             not (self.deterministic and self.rollout.max_filtered_groups),
             "deterministic = true needs rollout.max_filtered_groups = 0: which groups are given up "
             "depends on the order in which they finish, which a schedule does not hold",

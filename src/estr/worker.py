@@ -74,21 +74,25 @@ class Worker:
         nice: int = 0,
         log: Path | None = None,
         timeout_s: float = 120.0,
+        python: str = sys.executable,
+        env: Mapping[str, str] | None = None,
     ) -> Worker:
         """Spawn the process and wait until its host is built.
 
         factory: "module:callable". log: file to which its output is appended (None: discarded).
+        python: another interpreter, which goes by its own search path and must find estr there.
+        env: what is added to the environment.
         Raises WorkerError (or the EstrError that the factory raised) when it does not come up.
         """
         ours, theirs = socket.socketpair()
-        env = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        command = [sys.executable, "-m", "estr.worker", str(theirs.fileno()), str(nice)]
+        own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **(env or {})}
+        command = [python, "-m", "estr.worker", str(theirs.fileno()), str(nice)]
         output = open(log, "ab") if log else None  # noqa: SIM115 - closed right below
         try:
             process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
-                env=env,
+                env=os.environ | own,
                 stdin=subprocess.DEVNULL,
                 stdout=output or subprocess.DEVNULL,
                 stderr=subprocess.STDOUT,
@@ -102,9 +106,8 @@ class Worker:
         try:
             reader, worker._writer = await asyncio.open_connection(sock=ours)
             worker._reading = asyncio.create_task(worker._read(reader), name=f"read {name}")
-            await worker.call(
-                "", factory, dict(kwargs), threads, _search_path(), timeout_s=timeout_s
-            )
+            path = _search_path() if python == sys.executable else None
+            await worker.call("", factory, dict(kwargs), threads, path, timeout_s=timeout_s)
         except BaseException:
             worker._kill()
             await worker.close()
@@ -401,7 +404,8 @@ def main(argv: list[str]) -> None:
     try:
         ((number, _, (factory, kwargs, threads, search_path)),) = channel.receive(None)
         try:
-            sys.path[:] = search_path
+            if search_path is not None:
+                sys.path[:] = search_path
             module, _, name = factory.partition(":")
             host = getattr(importlib.import_module(module), name)(**kwargs)
             torch = sys.modules.get("torch")
