@@ -176,7 +176,7 @@ def claims(found: Mapping[tuple[str, str], Fidelity]) -> list[Claim]:
         made.append(
             Claim(
                 f"the gradient of estr is nearer to the on-policy one than that of {rival}",
-                "ESTR keeps the gradient's direction",
+                "",
                 "; ".join(told),
                 answer(results),
                 "difference of the relative cosines, same rollouts, paired by seed",

@@ -150,7 +150,7 @@ def claims(found: Found, laws: Laws) -> list[Claim]:
         ),
         (
             "KL(mu, pi) is half of E[delta^2]",
-            "second-order expansion",
+            "",
             "half moment / KL",
             0.9,
             1.1,
@@ -158,7 +158,7 @@ def claims(found: Found, laws: Laws) -> list[Claim]:
         ),
         (
             "tokens of low entropy are no outliers of delta^2 > H + eps",
-            "eps guards them",
+            "",
             "outside, H < eps",
             -inf,
             0.0,

@@ -129,7 +129,7 @@ def claims(pools: Pools) -> list[Claim]:
         made.append(
             Claim(
                 f"{what} is raised at the first token after a switch",
-                "uncertainty gathers at switches",
+                "",
                 "; ".join(f"{cell}: {_told(*value)}" for cell, value in found.items()),
                 answer({cell: _above(1.0 + LEAST, v[1]) for cell, v in found.items()}),
                 f"by more than {LEAST:.0%} of the matched control",
@@ -141,7 +141,7 @@ def claims(pools: Pools) -> list[Claim]:
         made.append(
             Claim(
                 f"{method} masks more at the first token after a switch",
-                "fixed thresholds mask at switches" if method in ("icepop", "kpop") else "",
+                "",
                 f"at most {100 * worst:+.2f} points over the control" if rates else "",
                 answer({cell: _above(LEAST_RATE, v[1]) for cell, v in rates.items()}),
                 f"by more than {100 * LEAST_RATE:g} points of the matched control",
