@@ -72,7 +72,7 @@ class Worker:
         threads: int = 1,
         nice: int = 0,
         log: Path | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 600.0,
     ) -> Worker:
         """Spawn the process and wait until its host is built.
 
@@ -125,9 +125,9 @@ class Worker:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
+            what = f"answer {method!r}" if method else "come up"
             raise WorkerError(
-                f"the {self.name} process (pid {self.pid}) did not answer {method!r} "
-                f"within {timeout_s:g} s"
+                f"the {self.name} process (pid {self.pid}) did not {what} within {timeout_s:g} s"
             ) from error
         finally:
             self._calls.pop(number, None)
