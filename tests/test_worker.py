@@ -50,6 +50,11 @@ async def test_a_log_that_cannot_be_written_hides_no_error() -> None:
         await worker.close()
 
 
+async def test_a_worker_that_does_not_come_up_in_time_is_named() -> None:
+    with pytest.raises(WorkerError, match=r"the w process \(pid \d+\) did not come up within 0.01"):
+        await Worker.start("w", "worker_hosts:Plain", {}, timeout_s=0.01)
+
+
 async def test_a_factory_that_fails_is_reported() -> None:
     with pytest.raises(EngineError, match="start is -1"):
         await start("Plain", start=-1)

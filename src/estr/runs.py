@@ -49,8 +49,7 @@ def verify_run(path: str | Path) -> Verdict:
     verdict = Verdict(folder.path)
     raw = (folder.path / LOOP_FILE).read_bytes()
     verdict.resumes = raw.count(b'{"event":"resume"')
-    skip = load_recipe(folder.path / "config.toml").curriculum.skip
-    _check_groups(events, verdict, may_skip=skip > 0)
+    _check_groups(events, verdict, may_skip=folder.recipe().curriculum.skip > 0)
     _check_steps(events, verdict)
     _check_staleness(events, verdict)
     _check_metrics(folder, events, verdict)

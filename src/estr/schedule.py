@@ -46,7 +46,7 @@ _FIELDS: Mapping[str, Mapping[str, Mapping[str, type]]] = {
     LOOP_FILE: {
         "start": _BOUND,
         "recipe": _BOUND,
-        "dispatch": dict.fromkeys(("group", "problem", "issue", "version"), int),
+        "dispatch": dict.fromkeys(("group", "problem", "issue", "version"), int) | {"task": str},
         "train": {"groups": list},
         "step": dict.fromkeys(("step", "version", "target"), int),
         "fail": {"group": int},

@@ -73,7 +73,7 @@ class Worker:
         threads: int = 1,
         nice: int = 0,
         log: Path | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 600.0,
         python: str = sys.executable,
         env: Mapping[str, str] | None = None,
     ) -> Worker:
@@ -129,9 +129,9 @@ class Worker:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
+            what = f"answer {method!r}" if method else "come up"
             raise WorkerError(
-                f"the {self.name} process (pid {self.pid}) did not answer {method!r} "
-                f"within {timeout_s:g} s"
+                f"the {self.name} process (pid {self.pid}) did not {what} within {timeout_s:g} s"
             ) from error
         finally:
             self._calls.pop(number, None)
