@@ -43,9 +43,8 @@ def make_run(runs: Path, *overrides: str, steps: int = 3, start: int = 0) -> Run
         for step in range(steps + 1):
             if step:
                 row = {"step": step, "version": step, "loss": 0.5, "lr": 0.1}
-                group = step - 1
-                issued = {"task": "calculator", "issue": 0, "version": step - 1}
-                log.write("dispatch", group=group, problem=group, **issued)
+                group, issued = step - 1, {"issue": 0, "version": step - 1}
+                log.write("dispatch", group=group, task="calculator", problem=group, **issued)
                 log.write("rollout", id=[group, 0, 0], status="ok", error=None, replies=[{}])
                 log.write("train", step=step - 1, groups=[group])
                 log.write("step", **row, target=step - 1)
@@ -215,8 +214,7 @@ def test_the_bound_is_that_of_the_recipe_of_the_time(tmp_path: Path) -> None:
     with EventLogOf(folder) as log:
         log.write("recipe", **dataclasses.asdict(wider))
         for group in (3, 4):
-            issued = {"task": "calculator", "issue": 0, "version": 3}
-            log.write("dispatch", group=group, problem=group, **issued)
+            log.write("dispatch", group=group, task="calculator", problem=group, issue=0, version=3)
         log.write("train", step=3, groups=[3, 4])
         log.write("step", step=4, version=4, target=3, loss=0.5, lr=0.1)
     with MetricsWriter(folder.path, tensorboard=False) as metrics:

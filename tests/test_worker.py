@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from estr.errors import EngineError, WorkerDied, WorkerError
-from estr.worker import Worker
+from estr.worker import Worker, _last_lines
 
 
 @pytest.fixture(autouse=True)
@@ -106,3 +106,10 @@ async def test_large_messages_pass_both_ways() -> None:
     with pytest.raises(WorkerError, match="TypeError"):
         await worker.call("add", big, timeout_s=20)
     await worker.close()
+
+
+def test_of_a_log_only_its_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_bytes(b"x" * 9000 + b"\n" + b"".join(b"line %d\n" % i for i in range(8)))
+    assert _last_lines(log) == ["line 3", "line 4", "line 5", "line 6", "line 7", ""]
+    assert _last_lines(Path("/dev/zero")) == _last_lines(tmp_path / "none") == []

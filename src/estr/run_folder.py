@@ -227,12 +227,15 @@ class RunFolder:
 
 
 def recipe_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
-    """Keys in which two recipes differ, as tables, in words."""
-    return [
-        f"{key} = {after.get(key)} (was {before.get(key)})"
-        for key in after
-        if after[key] != before.get(key)
-    ]
+    """Keys in which two recipes differ, as tables, in words; a key of a table as "table.key"."""
+    changes = []
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            changes += [f"{key}.{change}" for change in recipe_changes(old, value)]
+        elif value != old:
+            changes.append(f"{key} = {value} (was {old})")
+    return changes + [f"{key} is gone (was {before[key]})" for key in before if key not in after]
 
 
 _WEIGHTS_PREFIX = "estr-weights-"

@@ -95,7 +95,7 @@ def _check_groups(events: Sequence[Event], verdict: Verdict, *, may_skip: bool) 
     first: dict[str, list[tuple[int, int]]] = {}
     for event in sorted(dispatched, key=lambda event: event["group"]):
         if event["issue"] == 0:
-            first.setdefault(event["task"], []).append((event["group"], event["problem"]))
+            first.setdefault(event.get("task", ""), []).append((event["group"], event["problem"]))
     jumps = [
         f"the data jumps: group {before} had problem {a}, group {after} has problem {b}"
         for own in first.values()

@@ -44,6 +44,7 @@ from .errors import EstrError, WorkerDied, WorkerError
 _HEADER = struct.Struct("!Q")
 _NO_ANSWER = -1
 _IDLE_POLL_S = 1.0
+_LOG_TAIL_BYTES = 4096
 
 
 class Worker:
@@ -205,10 +206,8 @@ class Worker:
         how = f"exit status {code}"
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
-        tail = ""
-        if self._log is not None and self._log.exists():
-            lines = self._log.read_text(errors="replace").split("\n")[-6:]
-            tail = "\n".join(["", f"last lines of {self._log}:", *lines]).rstrip()
+        lines = [] if self._log is None else _last_lines(self._log)
+        tail = "\n".join(["", f"last lines of {self._log}:", *lines]).rstrip() if lines else ""
         return f"the {self.name} process (pid {self.pid}) ended: {how}{tail}"
 
     def _fail_calls(self, reason: str) -> None:
@@ -217,6 +216,15 @@ class Worker:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(WorkerDied(reason))
+
+
+def _last_lines(log: Path) -> list[str]:
+    """The end of a log, however long it is; [] of what is no file (a device has no end)."""
+    if not log.is_file():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        return file.read(_LOG_TAIL_BYTES).decode(errors="replace").split("\n")[-6:]
 
 
 def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float:
