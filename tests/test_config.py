@@ -478,7 +478,7 @@ def test_an_override_into_what_is_no_table_is_named(tmp_path, override):
         [],
         ["correction=none", "trainer.grad_clip=inf", "in_flight=false"],
         ['correction=["none", {name = "estr", tau = inf}]'],
-        ['name="say \\"hi\\" ü\\u2028"', "task.num_terms=3", "trainer.betas=[0.0, 0.5]"],
+        ['name="say \\"hi\\" ü"', "task.num_terms=3", "trainer.betas=[0.0, 0.5]"],
     ],
 )
 def test_the_resolved_recipe_reads_back_the_same(tmp_path, overrides):
@@ -496,7 +496,9 @@ def test_the_resolved_recipe_spells_out_every_key():
 @FEW
 @given(
     steps=st.integers(1, 10**9),
-    name=st.text(min_size=1).filter(lambda s: not set(s) & set("/\\\0") and s not in (".", "..")),
+    name=st.text(min_size=1).filter(
+        lambda s: s.isprintable() and not set(s) & set("/\\") and s not in (".", "..")
+    ),
     lr=st.floats(1e-300, 1e300),
     temperature=st.floats(0, 1e300),
     tau=st.floats(0, exclude_min=True),

@@ -45,7 +45,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "heads",
         "models",
         "adapters",
-        "machine",
         "parameters",
     ),
     (
@@ -53,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "rollout_state",
         "run_folder",
         "engines",
+        "machine",
         "evaluation_records",
         "environments",
         "rollout",

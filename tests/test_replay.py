@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from estr.config import load_recipe
-from estr.errors import ConfigError, DataError
+from estr.errors import CheckpointError, ConfigError
 from estr.metrics import read_metrics
 from estr.run import train
 from estr.runs import first_difference, verify_run
@@ -92,7 +92,7 @@ def test_a_run_differs_from_one_with_another_seed_and_says_where(
 def test_first_difference_names_the_first_event(recorded: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     copy.mkdir()
-    for name in ("config.toml", LOOP_FILE):
+    for name in ("config.toml", LOOP_FILE, ENGINE_FILE):
         (copy / name).write_bytes((recorded / name).read_bytes())
     assert first_difference(recorded, copy) is None
     lines = (copy / LOOP_FILE).read_text().splitlines(keepends=True)
@@ -135,7 +135,7 @@ def index_of(events, kind, number=0):
             "the data jumps",
         ),
         (
-            lambda e: [{**x, "max_staleness": 0} if x["event"] == "start" else x for x in e],
+            lambda e: [{**x, "max_staleness": 0} if x["event"] == "recipe" else x for x in e],
             "max_staleness is 0",
         ),
         (
@@ -182,12 +182,12 @@ def test_a_resume_without_its_schedule_is_refused_before_anything_changes(
     shutil.copytree(recorded, run)
     (run / "summary.json").unlink()
     if harm == "cut":
-        (run / log).write_bytes((run / log).read_bytes()[:200])
+        (run / log).write_bytes((run / log).read_bytes()[:20])
     else:
         (run / log).unlink()
     shutil.rmtree(sorted((run / "checkpoints").glob("step-*"))[-1])
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
-    with pytest.raises(DataError, match="the checkpoint was taken after"):
+    with pytest.raises(CheckpointError, match="the checkpoint was taken after"):
         train(
             load_recipe(run / "config.toml", ["trainer.lr=1e-4"]), resume=run, accept_changes=True
         )

@@ -141,5 +141,5 @@ async def test_without_a_replay_nothing_waits_and_without_a_log_nothing_is_writt
 
 
 def test_a_position_survives_json() -> None:
-    position = Position(12, 34, 5, (RolloutId(2**62, 7, 1, 0), RolloutId(2**62, 8, 0, 1)))
+    position = Position(12, 34, 2**31, 5, (RolloutId(2**62, 7, 1, 0), RolloutId(2**62, 8, 0, 1)))
     assert Position.unpack(json.loads(json.dumps(position.pack()))) == position

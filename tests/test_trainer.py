@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from estr.checkpoint import Checkpoints, restore_trainer, save_trainer, verify
 from estr.engine import Request
@@ -302,12 +303,12 @@ async def test_a_checkpoint_of_another_layout_is_passed_over(
 ) -> None:
     checkpoints = Checkpoints(tmp_path)
     await _write(checkpoints, trainer(), 1)
-    monkeypatch.setattr("estr.checkpoint.FORMAT", 3)
+    monkeypatch.setattr("estr.checkpoint.FORMAT", 99)
     await _write(checkpoints, trainer(), 2)
     monkeypatch.undo()
     folder, _, passed = checkpoints.newest()
     assert folder.name == "step-00000001"
-    assert "step-00000002 has format 3, this estr reads 2" in passed[0]
+    assert "step-00000002 has format 99, this estr reads" in passed[0]
 
 
 async def test_a_save_that_fails_leaves_the_old_one_check_123(tmp_path: Path) -> None:
@@ -322,6 +323,34 @@ async def test_a_save_that_fails_leaves_the_old_one_check_123(tmp_path: Path) ->
         await checkpoints.write(2, {"step": 2}, SegmentPool().columns(), full_disk)
     assert verify(checkpoints.newest()[0])["step"] == 1
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000001"]
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "words"),
+    [
+        ("model", lambda t: t[min(t)].flatten()[0].fill_(math.nan), "holds NaN or infinity in"),
+        ("optimizer", lambda t: t[min(t)].flatten()[0].fill_(math.inf), "holds NaN or infinity in"),
+        ("optimizer", lambda t: t.pop(min(t)), "is of another model"),
+        ("optimizer", lambda t: t.clear(), "lacks the moments of weights that were trained"),
+        ("model", lambda t: t.pop(min(t)), "is of another model"),
+    ],
+)
+def test_a_state_that_no_trainer_could_have_saved_is_refused(
+    tmp_path: Path, file: str, change, words: str
+) -> None:
+    own = trainer()
+    own.train([draw_groups(own.model)])
+    save_trainer(own, tmp_path)
+    tensors = load_file(tmp_path / f"{file}.safetensors")
+    change(tensors)
+    save_file(tensors, tmp_path / f"{file}.safetensors")
+    before = weights(own)
+    with pytest.raises(CheckpointError, match=words):
+        restore_trainer(own, tmp_path)
+    assert all(before[name].equal(tensor) for name, tensor in weights(own).items())
+    (tmp_path / f"{file}.safetensors").write_bytes(b"torn")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        restore_trainer(own, tmp_path)
 
 
 def test_no_checkpoint_is_an_error_naming_the_path_check_129(tmp_path: Path) -> None:

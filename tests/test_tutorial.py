@@ -54,6 +54,7 @@ def test_the_tutorial_can_be_followed(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(tmp_path)
     # An example has a module of the same name, which its own test may have imported.
     monkeypatch.delitem(sys.modules, "my_reward", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     played = set()
     for language, file, text in pieces():
         if language == "console":

@@ -125,6 +125,8 @@ def test_a_run_goes_on_only_as_itself(tmp_path: Path) -> None:
         folder.changes(load_recipe(overrides=["seed=3"]))
     longer = load_recipe(overrides=["steps=300"])
     assert folder.changes(longer) == ["steps = 300 (was 200)"]
+    slower = load_recipe(overrides=["trainer.lr=1e-9"])
+    assert folder.changes(slower) == [f"trainer.lr = 1e-09 (was {load_recipe().trainer.lr})"]
     folder.update_recipe(longer)
     assert load_recipe(folder.path / "config.toml").steps == 300
     assert load_recipe(folder.path / "config.previous.toml").steps == 200

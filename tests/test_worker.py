@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+from pathlib import Path
 
 import pytest
 
 from estr.errors import EngineError, WorkerDied, WorkerError
-from estr.worker import Worker
+from estr.worker import Worker, _last_lines
 
 
 @pytest.fixture(autouse=True)
@@ -37,6 +38,21 @@ async def test_errors_keep_their_class_or_are_described() -> None:
         await worker.call("fail", False, timeout_s=10)
     assert await worker.call("add", 1, timeout_s=10) == 1
     await worker.close()
+
+
+async def test_a_log_that_cannot_be_written_hides_no_error() -> None:
+    worker = await Worker.start("w", "worker_hosts:Plain", {}, log=Path("/dev/full"))
+    try:
+        with pytest.raises(WorkerError, match="KeyError: 'unknown'"):
+            await worker.call("fail", False, timeout_s=30)
+        assert await worker.call("add", 1, timeout_s=30) == 1
+    finally:
+        await worker.close()
+
+
+async def test_a_worker_that_does_not_come_up_in_time_is_named() -> None:
+    with pytest.raises(WorkerError, match=r"the w process \(pid \d+\) did not come up within 0.01"):
+        await Worker.start("w", "worker_hosts:Plain", {}, timeout_s=0.01)
 
 
 async def test_a_factory_that_fails_is_reported() -> None:
@@ -90,3 +106,10 @@ async def test_large_messages_pass_both_ways() -> None:
     with pytest.raises(WorkerError, match="TypeError"):
         await worker.call("add", big, timeout_s=20)
     await worker.close()
+
+
+def test_of_a_log_only_its_end_is_read(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    log.write_bytes(b"x" * 9000 + b"\n" + b"".join(b"line %d\n" % i for i in range(8)))
+    assert _last_lines(log) == ["line 3", "line 4", "line 5", "line 6", "line 7", ""]
+    assert _last_lines(Path("/dev/zero")) == _last_lines(tmp_path / "none") == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 
@@ -30,6 +31,9 @@ class Plain:
 
     def threads(self) -> str:
         return os.environ["OMP_NUM_THREADS"]
+
+    def finds(self, module: str) -> bool:
+        return importlib.util.find_spec(module) is not None
 
 
 class Pumped:

@@ -14,16 +14,19 @@ An older checkpoint is deleted only after a newer one is complete.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .errors import CheckpointError
+from .errors import CheckpointError, DataError
 
 if TYPE_CHECKING:
+    import torch
+
     from .rollout_state import Columns
     from .trainer import Trainer
 
@@ -32,8 +35,10 @@ FORMAT = 2
 
 _MANIFEST = "manifest.json"
 _ASIDE = ".writing-"
+_PASSED = "superseded-"
 _ROLLOUTS = "rollouts.safetensors"
 _FILES = ("trainer.json", "state.json", _ROLLOUTS)
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Checkpoints:
@@ -78,34 +83,55 @@ class Checkpoints:
             ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
-        for old in self.complete()[: -self.keep]:
+        # One of a later step is not of this lineage, and counts for nothing.
+        own = [path for path in self.complete() if path.name <= final.name]
+        for old in own[: -self.keep]:
             shutil.rmtree(old, ignore_errors=True)
         return final
+
+    def supersede_after(self, folder: Path) -> None:
+        """A run goes on from the checkpoint in `folder`: later ones, which were passed over, are
+        renamed so that nothing takes them for its own."""
+        for later in self.complete():
+            if later.name > folder.name:
+                later.rename(_free_name(self.folder / f"{_PASSED}{later.name}"))
 
     def complete(self) -> list[Path]:
         """Complete-looking checkpoints, oldest first (those being written are not among them)."""
         return sorted(p for p in self.folder.glob("step-*") if p.is_dir())
 
-    def newest(self) -> tuple[Path, dict[str, Any], list[str]]:
+    def newest(
+        self, accept: Callable[[dict[str, Any]], None] = lambda state: None
+    ) -> tuple[Path, dict[str, Any], list[str]]:
         """The newest whole checkpoint, its state, and a line on each torn one that was passed over.
 
+        accept: raises DataError where a state is not of this run: then it is passed over, too.
         Raises CheckpointError when there is none.
         """
         passed: list[str] = []
         for folder in reversed(self.complete()):
             try:
-                return folder, verify(folder), passed
+                state = verify(folder)
+                accept(state)
             except CheckpointError as error:
                 passed.append(str(error))
+            except DataError as error:
+                passed.append(f"checkpoint {folder} cannot be gone on from: {error}")
+            else:
+                return folder, state, passed
         detail = "".join(f"\n  {line}" for line in passed)
         raise CheckpointError(f"no usable checkpoint in {self.folder}; start the run anew{detail}")
 
 
 def saved_columns(folder: Path) -> Columns:
     """The tokens that a whole checkpoint keeps."""
+    from safetensors import SafetensorError
     from safetensors.numpy import load_file
 
-    return dict(load_file(folder / _ROLLOUTS))
+    try:
+        return dict(load_file(folder / _ROLLOUTS))
+    except (OSError, ValueError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / _ROLLOUTS} cannot be read: {error}") from error
 
 
 def verify(folder: Path) -> dict[str, Any]:
@@ -151,25 +177,33 @@ def save_trainer(trainer: Trainer, folder: Path) -> None:
 
 
 def restore_trainer(trainer: Trainer, folder: Path) -> None:
-    """Put a saved state back. Raises CheckpointError when it belongs to another model."""
+    """Put a saved state back. Raises CheckpointError when it cannot be read, belongs to another
+    model, holds what is no number, or lacks the moments of weights that were trained."""
+    import torch
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    weights = load_file(folder / "model.safetensors")
-    moments = load_file(folder / "optimizer.safetensors")
-    counters = json.loads((folder / "trainer.json").read_text())
-    current = trainer.master_state()
-    foreign = set(weights.keys() ^ current.keys())
-    foreign |= {n for n in weights.keys() & current.keys() if weights[n].shape != current[n].shape}
-    if foreign:
-        raise CheckpointError(
-            f"checkpoint {folder} is of another model: {', '.join(sorted(foreign)[:4])} differ"
-        )
+    try:
+        weights = load_file(folder / "model.safetensors")
+        moments = load_file(folder / "optimizer.safetensors")
+        counters = json.loads((folder / "trainer.json").read_text())
+        step, version = int(counters["step"]), int(counters["version"])
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+        raise CheckpointError(f"checkpoint {folder} cannot be read: {error!r}") from error
+    _require_own(folder, weights, {n: t.shape for n, t in trainer.master_state().items()})
     started_from = counters.get("initial_digest")
     if trainer.initial_digest and started_from and trainer.initial_digest != started_from:
         raise CheckpointError(
             f"the model of the recipe is not the one that checkpoint {folder} started from, which "
             "its reference and its adapters stand on; put that model back"
         )
+    if version and not moments:
+        raise CheckpointError(f"checkpoint {folder} lacks the moments of weights that were trained")
+    shapes: dict[str, torch.Size] = {}
+    for name in {key.partition(".")[2] for key in moments} & trainer.parameters.keys():
+        shapes |= {f"{key}.{name}": trainer.parameters[name].shape for key in _MOMENTS}
+        shapes[f"step.{name}"] = torch.Size([])
+    _require_own(folder, moments, shapes)
     trainer.load_master_state(weights)
     for name, parameter in trainer.parameters.items():
         state = {
@@ -181,7 +215,25 @@ def restore_trainer(trainer: Trainer, folder: Path) -> None:
         if state:
             # The step count stays where AdamW keeps it for a fused update: beside the parameter.
             trainer.optimizer.state[parameter] = state
-    trainer.step, trainer.version = counters["step"], counters["version"]
+    trainer.step, trainer.version = step, version
+
+
+def _require_own(
+    folder: Path, saved: Mapping[str, torch.Tensor], shapes: Mapping[str, torch.Size]
+) -> None:
+    """Raises CheckpointError unless these tensors are there, of these shapes, and numbers."""
+    foreign = set(saved.keys() ^ shapes.keys())
+    foreign |= {n for n in saved.keys() & shapes.keys() if saved[n].shape != shapes[n]}
+    if foreign:
+        raise CheckpointError(
+            f"checkpoint {folder} is of another model: {', '.join(sorted(foreign)[:4])} differ"
+        )
+    wrong = sorted(name for name, tensor in saved.items() if not tensor.isfinite().all())
+    if wrong:
+        raise CheckpointError(
+            f"checkpoint {folder} holds NaN or infinity in {', '.join(wrong[:4])}; remove that "
+            "folder to go on from the checkpoint before it"
+        )
 
 
 def safetensors_bytes(columns: Columns) -> bytes:
@@ -190,6 +242,12 @@ def safetensors_bytes(columns: Columns) -> bytes:
 
     data: bytes = save(columns)
     return data
+
+
+def _free_name(path: Path) -> Path:
+    """A name that no earlier resume has taken."""
+    names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(2))
+    return next(name for name in itertools.chain([path], names) if not name.exists())
 
 
 def _write_synced(path: Path, data: bytes) -> None:

@@ -96,7 +96,9 @@ class Recipe:
 
     def __post_init__(self) -> None:
         require(
-            bool(self.name) and not set(self.name) & set("/\\\0") and self.name not in (".", ".."),
+            self.name.isprintable()
+            and not set(self.name) & set("/\\")
+            and self.name not in ("", ".", ".."),
             f"name must be a plain folder name, not {self.name!r}",
         )
         for key in ("steps", "epochs", "groups_per_step", "num_minibatches", "publish_every"):
@@ -122,6 +124,11 @@ class Recipe:
             not (self.deterministic and self.kv == "keep"),
             "deterministic = true needs kv = 'recompute': a checkpoint drops the caches, and what "
             "was kept in them of older versions could not be rebuilt",
+        )
+        require(
+            not (self.deterministic and self.engine.name != "local"),
+            f"deterministic = true needs engine.name = 'local', not {self.engine.name!r}: vLLM "
+            "schedules its own steps, and no recorded schedule can make it repeat them",
         )
         require(
             not (self.deterministic and self.rollout.max_filtered_groups),

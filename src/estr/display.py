@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import shlex
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -173,7 +174,7 @@ def result_lines(summary: Summary, folder: RunFolder) -> list[tuple[str, str]]:
         ("dropped groups", str(summary.dropped_groups)),
         ("results", f"{folder.path}: summary.json, metrics.jsonl, tensorboard/, log.txt"),
         ("model", f"{folder.model_best} and {folder.model_last.name}"),
-        ("look at it", f"estr sample {folder.path}"),
+        ("look at it", f"estr sample {shlex.quote(str(folder.path))}"),
     ]
 
 

@@ -6,12 +6,14 @@ import importlib.util
 
 from .adapters import require_peft
 from .config import Recipe
+from .engines.interpreter import require_interpreter
 from .errors import ConfigError
 
 
 def check_packages(recipe: Recipe) -> None:
     """Raises ConfigError, with the command that installs it, where a package of an option that is
     used is not installed."""
+    require_interpreter(recipe.engine)
     if recipe.lora.rank:
         require_peft()
     if recipe.wandb.project and importlib.util.find_spec("wandb") is None:
@@ -30,7 +32,9 @@ def check_devices(recipe: Recipe) -> None:
     """Raises ConfigError where a device is none that torch knows, or is not in this machine."""
     import torch
 
-    for key in ("engine", "trainer"):
+    # vLLM has a torch of its own, and sees for itself what that one finds.
+    keys = ("trainer",) if recipe.engine.name == "vllm" else ("engine", "trainer")
+    for key in keys:
         name = getattr(recipe, key).device
         try:
             device = torch.device(name)

@@ -381,9 +381,26 @@ def read_metrics(path: str | Path) -> MetricsFile:
             raise DataError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number} is not a JSON object")
+        if not isinstance(record.get("step"), int):
+            raise DataError(f"{path}, line {number} does not say of which step it is")
         records.append(record)
     torn = f"{path}, line {len(lines) + 1} is unfinished ({len(tail)} bytes)" if tail else None
     return MetricsFile(records, torn)
+
+
+def missing_steps(run_folder: str | Path, step: int) -> list[str]:
+    """A line if a run's metrics lack optimizer steps up to `step`. Raises DataError where they
+    cannot be read."""
+    path = Path(run_folder) / "metrics.jsonl"
+    try:
+        rows = read_metrics(path).records if path.exists() else []
+    except DataError as error:
+        raise DataError(f"{error}; remove what is broken of it, and the run goes on") from error
+    found = {row["step"] for row in rows if "loss" in row}
+    absent = [number for number in range(1, step + 1) if number not in found]
+    if not absent:
+        return []
+    return [f"{path} lacks {len(absent)} of the {step} steps so far, the first is {absent[0]}"]
 
 
 def supersede_after(run_folder: str | Path, step: int) -> None:

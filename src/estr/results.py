@@ -6,14 +6,12 @@ result.before.accuracy, result.after.interval, result.model_last
 
 from __future__ import annotations
 
-import json
 import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from .errors import DataError
 from .metrics import read_metrics
@@ -96,14 +94,14 @@ def read_run(source: str | os.PathLike[str], *, runs: Path = Path("runs")) -> Tr
     if not run.is_finished():
         raise DataError(
             f"{run.path} is not finished: it has no summary.json; go on with "
-            f"estr train --resume {run.path}"
+            f"estr train --resume {shlex.quote(str(run.path))}"
         )
     rows = read_metrics(run.path / "metrics.jsonl").records
     found = [_accuracy(row) for row in rows if "eval/accuracy" in row]
     steps = [row for row in rows if "loss" in row]
     return TrainResult(
         folder=run.path,
-        summary=_summary(run.path / "summary.json"),
+        summary=run.summary(),
         before=found[0] if found else None,
         after=found[-1] if found else None,
         # Evaluations differ in size, so the best one is that of the highest lower end.
@@ -128,10 +126,3 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
         for name, value in row.items()
         if name not in _ABOUT_A_ROW and isinstance(value, int | float)
     }
-
-
-def _summary(path: Path) -> Summary:
-    try:
-        return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Summary)
-    except (OSError, ValueError, msgspec.ValidationError) as error:
-        raise DataError(f"{path} is not the summary of a run: {error}") from error

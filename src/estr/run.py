@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import math
+import shlex
 import shutil
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ from . import blocking
 from .checkpoint import Checkpoints, saved_columns
 from .config import Recipe
 from .engines.process import EngineProcess
-from .errors import ConfigError, EstrError, Interrupted
+from .errors import CheckpointError, ConfigError, DataError, EstrError, Interrupted
 from .evaluations import Evaluations
 from .evaluator_process import EvaluatorProcess
 from .ledger import LedgerWriter
@@ -28,9 +31,9 @@ from .machine import check_devices, check_packages
 from .metrics import MetricsWriter
 from .problems import check_curriculum
 from .progress import Reporter, SilentReporter
-from .resume import Saved, find_saved, set_aside
+from .resume import Saved, find_replayed, find_saved, set_aside
 from .rollout import RolloutSetting
-from .run_folder import RunFolder, Summary, weights_folder
+from .run_folder import RunFolder, Summary, recipe_changes, weights_folder
 from .schedule import (
     ENGINE_FILE,
     LOOP_FILE,
@@ -40,7 +43,8 @@ from .schedule import (
     Position,
     Replay,
     Schedule,
-    read_lineage,
+    read_run_events,
+    require_whole_plan,
 )
 from .subject import data_fingerprint, model_folder, resolve_plays
 from .trainer_process import TrainerProcess
@@ -72,7 +76,7 @@ def train(
     checkpoint intact.
     """
     if replay is not None:
-        _require_replayable(recipe, RunFolder.open(replay))
+        _replayable(recipe, RunFolder.open(replay))
     going_on = None if resume is None else _Resume(resume, accept_changes)
     return blocking.run(
         lambda: _train(recipe, reporter or SilentReporter(), runs, going_on, replay)
@@ -85,8 +89,9 @@ class _Resume:
     accept_changes: bool
 
 
-def _require_replayable(recipe: Recipe, recorded: RunFolder) -> None:
-    """Raises ConfigError unless `recorded` has a schedule and its recipe is this one."""
+def _replayable(recipe: Recipe, recorded: RunFolder) -> list[Event]:
+    """What the loop of `recorded` did. Raises ConfigError unless it has a schedule of this recipe
+    and of no other, DataError where that is not whole."""
     if not (recorded.path / ENGINE_FILE).is_file():
         raise ConfigError(
             f"{recorded.path} keeps no schedule of its engine; only a run with deterministic = "
@@ -95,6 +100,17 @@ def _require_replayable(recipe: Recipe, recorded: RunFolder) -> None:
     changed = [line for line in recorded.changes(recipe) if not line.startswith("name =")]
     if changed:
         raise ConfigError(f"a replay follows the recipe of its run; changed: {'; '.join(changed)}")
+    loop = read_run_events(recorded.path / LOOP_FILE)
+    recipes = [event for event in loop if event["event"] == "recipe"]
+    for before, after in pairwise(recipes):
+        if after != before:
+            raise ConfigError(
+                f"{recorded.path} was resumed with another recipe, so that none leads to all of "
+                f"it: {'; '.join(recipe_changes(before, after))}; replay a run of one recipe"
+            )
+    path = recorded.path / ENGINE_FILE
+    require_whole_plan(loop, read_run_events(path), path)
+    return loop
 
 
 @dataclass(slots=True)
@@ -178,6 +194,7 @@ async def _train(
     check_curriculum(recipe, [task for task, _, _ in plays])
     folder = RunFolder.create(recipe, runs) if resume is None else RunFolder.open(resume.run)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_disk_errors_named(folder))
         stack.enter_context(folder.locked())
         stop = stack.enter_context(_stopped_by_signals(reporter))
         data = " ".join(data_fingerprint(task) for task, _, _ in plays)
@@ -186,8 +203,8 @@ async def _train(
             saved = find_saved(folder, recipe, data=data, accept_changes=resume.accept_changes)
             for note in saved.notes:
                 reporter.message(note)
-        replay = folder.replays(replay)
-        planned = None if replay is None else read_lineage(replay / LOOP_FILE)
+        replay = find_replayed(folder, saved, replay)
+        planned = None if replay is None else _replayable(recipe, RunFolder.open(replay))
         if saved is not None:
             set_aside(saved, folder, recipe)
         schedule = _schedule(folder, recipe, saved, planned)
@@ -226,8 +243,7 @@ async def _train(
                 engine_position=lambda: processes.engine.position,
             )
             if saved is not None:
-                await processes.trainer.restore(saved.folder)
-                loop.restore(saved.state, saved_columns(saved.folder))
+                await _restore(saved, loop)
             return await _run(loop, processes, folder, saved)
         finally:
             await processes.close()
@@ -236,6 +252,21 @@ async def _train(
 def _logs(recipe: Recipe, folder: RunFolder) -> list[WandbLog]:
     """What is told the metrics besides the run's own files."""
     return [WandbLog(folder.path, recipe)] if recipe.wandb.project else []
+
+
+async def _restore(saved: Saved, loop: Loop) -> None:
+    """Trainer and loop as the checkpoint has them. Raises CheckpointError where it is malformed, or
+    its parts are of different moments."""
+    version = await loop.trainer.restore(saved.folder)
+    try:
+        loop.restore(saved.state, saved_columns(saved.folder))
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{saved.folder}/state.json is malformed: {error!r}") from error
+    if version != loop.version:
+        raise CheckpointError(
+            f"checkpoint {saved.folder} holds weights of version {version} and groups of version "
+            f"{loop.version}; remove it to go on from the one before"
+        )
 
 
 def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
@@ -264,6 +295,7 @@ def _schedule(
     """The log of this run and the events of the run that it replays (planned), each from where
     the checkpoint stands."""
     at: dict[str, int] = saved.state["schedule"] if saved else {}
+    replay = None if planned is None else Replay(planned, at.get("replayed", 0))
     log = EventLog(folder.path / LOOP_FILE, keep_lines=at.get("lines"))
     if saved is None:
         log.write(
@@ -274,7 +306,7 @@ def _schedule(
             num_minibatches=recipe.num_minibatches,
             max_staleness=recipe.max_staleness,
         )
-    replay = None if planned is None else Replay(planned, at.get("replayed", 0))
+    log.write("recipe", **dataclasses.asdict(recipe))
     return Schedule(log, replay, deterministic=recipe.deterministic)
 
 
@@ -294,6 +326,11 @@ async def _run(
             await loop.evaluations.evaluate(version, recipe.eval.final_problems)
         before = await processes.statistics()
         await loop.run()
+        if loop.schedule.replay is not None and loop.step < recipe.steps:
+            loop.reporter.message(
+                f"the run that is replayed was recorded up to step {loop.step} of {recipe.steps}; "
+                "so far goes this one"
+            )
         after = await processes.statistics()
         shares = [busy_share(a, b) for a, b in zip(before[:2], after[:2], strict=True)]
         shares.append(guard_share(before, after))
@@ -314,9 +351,22 @@ async def _run(
     return summary
 
 
+@contextlib.contextmanager
+def _disk_errors_named(folder: RunFolder) -> Iterator[None]:
+    """A disk that is full or may not be written to ends the run with an error of its own."""
+    try:
+        yield
+    except (TimeoutError, ConnectionError):
+        raise
+    except OSError as error:
+        raise DataError(
+            f"{folder.path}: {error}; look at the space and the rights there{_hint(folder)}"
+        ) from error
+
+
 def _hint(folder: RunFolder) -> str:
     whole = Checkpoints(folder.checkpoints).complete()
-    return f"; go on with: estr train --resume {folder.path}" if whole else ""
+    return f"; go on with: estr train --resume {shlex.quote(str(folder.path))}" if whole else ""
 
 
 def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float]) -> Summary:

@@ -22,12 +22,19 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .config import Recipe, load_recipe
+import msgspec
+
+from .config import Recipe, load_recipe, recipe_from_table
 from .errors import ConfigError, DataError
+from .schedule import LOOP_FILE, last_recipe
+
+FIXED_KEYS = ("model", "task", "seed", "deterministic")
+"""Keys of a recipe that no resume may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +89,12 @@ class RunFolder:
         except OSError as error:
             raise DataError(f"cannot make run folder {path}: {error.strerror}") from error
         folder = cls(path)
-        (path / "config.toml").write_text(recipe.to_toml(), encoding="utf-8")
-        folder.log.touch()
+        try:
+            (path / "config.toml").write_text(recipe.to_toml(), encoding="utf-8")
+            folder.log.touch()
+        except OSError as error:
+            shutil.rmtree(path, ignore_errors=True)
+            raise DataError(f"cannot write into run folder {path}: {error.strerror}") from error
         return folder
 
     @classmethod
@@ -99,31 +110,56 @@ class RunFolder:
         """Hold the run, so that no second process writes to it. Raises DataError if one does."""
         import fcntl
 
-        with (self.path / ".lock").open("w") as file:
+        try:
+            file = (self.path / ".lock").open("w")
+        except OSError as error:
+            raise DataError(f"cannot write to {self.path}: {error.strerror}") from error
+        with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 raise DataError(
                     f"{self.path} is in use by another estr process; wait for it, or stop it"
                 ) from error
+            except OSError as error:
+                raise DataError(f"cannot lock {self.path}: {error.strerror}") from error
             yield
+
+    def is_in_use(self) -> bool:
+        """Is a process at work on it? Needs no right to write here."""
+        import fcntl
+
+        try:
+            with (self.path / ".lock").open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False  # nobody has locked what cannot be locked
+        return False
+
+    def recipe(self) -> Recipe:
+        """What the run was last started or resumed with: its schedule keeps it, so that an edited
+        config.toml is noticed. Of a run without a schedule, its config.toml."""
+        kept = last_recipe(self.path / LOOP_FILE)
+        if kept is None:
+            return load_recipe(self.path / "config.toml")
+        try:
+            return recipe_from_table(kept)
+        except ConfigError as error:
+            raise DataError(f"{self.path / LOOP_FILE} holds a wrong recipe: {error}") from error
 
     def changes(self, recipe: Recipe) -> list[str]:
         """Keys in which a recipe differs from the run's own, in words. Raises ConfigError where
-        model, task or seed do: that would be another run."""
-        before = dataclasses.asdict(load_recipe(self.path / "config.toml"))
-        after = dataclasses.asdict(recipe)
-        for key in ("model", "task", "seed"):
+        one of FIXED_KEYS does: that would be another run."""
+        before, after = dataclasses.asdict(self.recipe()), dataclasses.asdict(recipe)
+        for key in FIXED_KEYS:
             if after[key] != before[key]:
                 raise ConfigError(
                     f"{self.path} was started with {key} = {before[key]!r}, not {after[key]!r}; "
                     "start a new run for that"
                 )
-        return [
-            f"{key} = {after[key]} (was {before[key]})"
-            for key in after
-            if after[key] != before[key]
-        ]
+        return recipe_changes(before, after)
 
     def update_recipe(self, recipe: Recipe) -> None:
         """Write down the recipe that the run goes on with, the one before beside it."""
@@ -140,7 +176,29 @@ class RunFolder:
             note.write_text(json.dumps({"run": str(run.resolve())}), encoding="utf-8")
         if not note.is_file():
             return None
-        return Path(json.loads(note.read_text(encoding="utf-8"))["run"])
+        try:
+            replayed = Path(json.loads(note.read_text(encoding="utf-8"))["run"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise DataError(f"{note} does not say which run is replayed: {error!r}") from error
+        if not (replayed / "config.toml").is_file():
+            raise DataError(
+                f"{self.path} replays {replayed}, where no run is now; put it back there, or write "
+                f"where it is into {note}"
+            )
+        return replayed
+
+    def set_summary_aside(self) -> None:
+        """The run goes on, so it is not finished any more."""
+        if self.is_finished():
+            (self.path / "summary.json").replace(self.path / "summary.previous.json")
+
+    def summary(self) -> Summary:
+        """What came of a finished run. Raises DataError where that is not readable."""
+        path = self.path / "summary.json"
+        try:
+            return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Summary)
+        except (OSError, ValueError, msgspec.ValidationError) as error:
+            raise DataError(f"{path} is not the summary of a run: {error}") from error
 
     def is_finished(self) -> bool:
         """Has the run come to its end and written its summary?"""
@@ -166,6 +224,18 @@ class RunFolder:
         aside = self.path / ".summary.json"
         aside.write_text(json.dumps(dataclasses.asdict(summary), indent=2) + "\n")
         aside.replace(self.path / "summary.json")
+
+
+def recipe_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[str]:
+    """Keys in which two recipes differ, as tables, in words; a key of a table as "table.key"."""
+    changes = []
+    for key, value in after.items():
+        old = before.get(key)
+        if isinstance(value, Mapping) and isinstance(old, Mapping):
+            changes += [f"{key}.{change}" for change in recipe_changes(old, value)]
+        elif value != old:
+            changes.append(f"{key} = {value} (was {old})")
+    return changes + [f"{key} is gone (was {before[key]})" for key in before if key not in after]
 
 
 _WEIGHTS_PREFIX = "estr-weights-"

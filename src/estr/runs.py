@@ -14,10 +14,12 @@ from pathlib import Path
 
 from .checkpoint import Checkpoints, verify
 from .config import load_recipe
-from .errors import CheckpointError, DataError
+from .errors import CheckpointError, ConfigError, DataError
+from .ledger import missing_parts
 from .metrics import read_metrics
+from .resume import require_own_schedule
 from .run_folder import RunFolder
-from .schedule import ENGINE_FILE, LOOP_FILE, SEQUENCED, Event, describe, read_lineage
+from .schedule import ENGINE_FILE, LOOP_FILE, SEQUENCED, Event, describe, read_run_events
 
 
 @dataclass(slots=True)
@@ -38,20 +40,26 @@ class Verdict:
 
 
 def verify_run(path: str | Path) -> Verdict:
-    """Check a run's surviving lineage. Raises DataError where there is nothing to check."""
+    """Check a run's surviving lineage. Raises DataError where there is nothing to check, or the
+    run is at work and its files are not of one moment."""
     folder = RunFolder.open(path)
-    events = read_lineage(folder.path / LOOP_FILE)
-    if not events or events[0]["event"] != "start":
-        raise DataError(f"{folder.path / LOOP_FILE} does not begin with the start of a run")
+    if folder.is_in_use():
+        raise DataError(f"{folder.path} is in use by another estr process; verify it when it ends")
+    events = read_run_events(folder.path / LOOP_FILE)
     verdict = Verdict(folder.path)
     raw = (folder.path / LOOP_FILE).read_bytes()
     verdict.resumes = raw.count(b'{"event":"resume"')
-    skip = load_recipe(folder.path / "config.toml").curriculum.skip
-    _check_groups(events, verdict, may_skip=skip > 0)
+    _check_groups(events, verdict, may_skip=folder.recipe().curriculum.skip > 0)
     _check_steps(events, verdict)
     _check_staleness(events, verdict)
     _check_metrics(folder, events, verdict)
     _check_checkpoints(folder, verdict)
+    _check_recipe(folder, verdict)
+    if folder.is_finished():
+        try:
+            folder.summary()
+        except DataError as error:
+            verdict.faults.append(str(error))
     return verdict
 
 
@@ -87,7 +95,7 @@ def _check_groups(events: Sequence[Event], verdict: Verdict, *, may_skip: bool) 
     first: dict[str, list[tuple[int, int]]] = {}
     for event in sorted(dispatched, key=lambda event: event["group"]):
         if event["issue"] == 0:
-            first.setdefault(event["task"], []).append((event["group"], event["problem"]))
+            first.setdefault(event.get("task", ""), []).append((event["group"], event["problem"]))
     jumps = [
         f"the data jumps: group {before} had problem {a}, group {after} has problem {b}"
         for own in first.values()
@@ -118,21 +126,24 @@ def _check_steps(events: Sequence[Event], verdict: Verdict) -> None:
 
 def _check_staleness(events: Sequence[Event], verdict: Verdict) -> None:
     """Every group is trained within max_staleness of the version that it was dispatched at."""
-    start = events[0]
-    size = start["groups_per_step"]
+    size, bound = events[0]["groups_per_step"], events[0]["max_staleness"]
     dispatched = {event["group"]: event["version"] for event in _of(events, "dispatch")}
     targets = iter([event["target"] for event in _of(events, "step")])
-    for event in _of(events, "train"):
+    for event in events:
+        if event["event"] == "recipe":
+            size, bound = event["groups_per_step"], event["max_staleness"]
+        if event["event"] != "train":
+            continue
         for place in range(0, len(event["groups"]), size):
             target = next(targets, None)
             if target is None:
                 return  # the run ended while this batch was with the trainer
             for group in event["groups"][place : place + size]:
                 lag = target - dispatched.get(group, target)
-                if not 0 <= lag <= start["max_staleness"]:
+                if not 0 <= lag <= bound:
                     verdict.faults.append(
                         f"group {group} was trained {lag} versions after its dispatch; "
-                        f"max_staleness is {start['max_staleness']}"
+                        f"max_staleness is {bound}"
                     )
 
 
@@ -157,11 +168,28 @@ def _check_metrics(folder: RunFolder, events: Sequence[Event], verdict: Verdict)
 
 
 def _check_checkpoints(folder: RunFolder, verdict: Verdict) -> None:
+    """Checkpoints are whole and of this run's schedule, and the ledger parts that the newest one
+    lists are there."""
+    parts: list[str] = []
     for path in Checkpoints(folder.checkpoints).complete():
         try:
-            verify(path)
-        except CheckpointError as error:
-            verdict.faults.append(str(error))
+            state = verify(path)
+            require_own_schedule(folder, state)
+            parts = state.get("ledger_parts", [])
+        except (CheckpointError, DataError) as error:
+            verdict.faults.append(f"{path}: {error}")
+    verdict.faults += missing_parts(folder.path, parts)
+    if verdict.steps and not Checkpoints(folder.checkpoints).complete():
+        verdict.faults.append(f"no checkpoint is left in {folder.checkpoints}")
+
+
+def _check_recipe(folder: RunFolder, verdict: Verdict) -> None:
+    """config.toml is the recipe that the run was started or resumed with."""
+    try:
+        changed = folder.changes(load_recipe(folder.path / "config.toml"))
+    except ConfigError as error:
+        changed = [str(error)]
+    verdict.faults += [f"config.toml is not the recipe of the run: {line}" for line in changed]
 
 
 def first_difference(a: str | Path, b: str | Path) -> str | None:
@@ -179,9 +207,9 @@ def first_difference(a: str | Path, b: str | Path) -> str | None:
             return f"recipes: {mine} here, {theirs} there"
     for file, streams in ((LOOP_FILE, _loop_streams), (ENGINE_FILE, _engine_streams)):
         paths = [run.path / file for run in runs]
-        if not all(path.is_file() for path in paths):
+        if file == ENGINE_FILE and not any(path.is_file() for path in paths):
             continue
-        for mine, theirs in zip(*(streams(read_lineage(path)) for path in paths), strict=True):
+        for mine, theirs in zip(*(streams(read_run_events(path)) for path in paths), strict=True):
             for one, two in zip(mine, theirs, strict=False):
                 if one != two:
                     return f"{file}: {describe(one)} here, {describe(two)} there"

@@ -5,10 +5,12 @@ runs/NAME/schedule.engine.jsonl   the engine's, only of deterministic runs
 
 A resume appends {"event": "resume", "lines": n}: of what stands before it only the first n lines
 belong to the lineage that survives; what a killed process did after its last checkpoint is still in
-the file, and no reader of the lineage sees it.
+the file, and no reader of the lineage sees it. A checkpoint keeps the number of lines up to it and
+their checksum: it belongs to the run whose lineage begins with just these.
 
     record    EventLog.write                     every run
-    read      read_lineage -> [event, ...]       estr runs verify, estr runs diff
+    read      read_lineage -> [event, ...]       as it stands
+              read_run_events                    the same, checked: estr runs verify, estr runs diff
     replay    Replay: the loop does each sequenced event when its turn has come
 
 In a deterministic run the loop also notes what the environments answered and how each rollout
@@ -20,6 +22,8 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
@@ -37,6 +41,28 @@ ENGINE_FILE = "schedule.engine.jsonl"
 SEQUENCED = frozenset({"dispatch", "fail", "train", "load", "checkpoint"})
 """Events of the loop whose order decides what a run computes."""
 
+_BOUND = {"groups_per_step": int, "max_staleness": int}
+_FIELDS: Mapping[str, Mapping[str, Mapping[str, type]]] = {
+    LOOP_FILE: {
+        "start": _BOUND,
+        "recipe": _BOUND,
+        "dispatch": dict.fromkeys(("group", "problem", "issue", "version"), int) | {"task": str},
+        "train": {"groups": list},
+        "step": dict.fromkeys(("step", "version", "target"), int),
+        "fail": {"group": int},
+        "filter": {"group": int},
+        "load": {"version": int},
+        "rollout": {"id": list, "status": str, "replies": list},
+    },
+    ENGINE_FILE: {
+        "load": {"at": int, "version": int},
+        "admit": {"at": int, "ids": list},
+        "cancel": {"at": int, "id": list},
+        "refill": {"at": int},
+    },
+}
+"""What the events of a run must say, by file and kind, to be verified, compared or replayed."""
+
 REPLAY_TIMEOUT_S = 900.0
 """How long a replay waits for one event; a wait this long means that it cannot come any more."""
 
@@ -51,11 +77,12 @@ class EngineSchedule:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where a checkpoint stands in an engine's schedule. step: steps made. lines: of its own log.
-    planned: events done of the plan. running: requests in the order of their rows."""
+    """Where a checkpoint stands in an engine's schedule. step: steps made. lines, crc: of its own
+    log. planned: events done of the plan. running: requests in the order of their rows."""
 
     step: int = 0
     lines: int = 0
+    crc: int = 0
     planned: int = 0
     running: tuple[RolloutId, ...] = ()
 
@@ -67,14 +94,14 @@ class Position:
     def unpack(cls, data: Mapping[str, Any]) -> Position:
         """The inverse of pack."""
         running = tuple(RolloutId(*key) for key in data["running"])
-        return cls(data["step"], data["lines"], data["planned"], running)
+        return cls(data["step"], data["lines"], data["crc"], data["planned"], running)
 
 
 class EventLog:
     """Appends events to a file, one line each, handed to the system at once.
 
     keep_lines: the run goes on from a checkpoint that was taken after that many lines of the
-    lineage; None: a fresh file, or the lineage as it stands.
+    lineage; None: a fresh file, or the lineage as it stands. num_lines and crc are of the lineage.
     """
 
     def __init__(self, path: Path, *, keep_lines: int | None = None) -> None:
@@ -83,18 +110,23 @@ class EventLog:
         if keep_lines is not None:
             require_lines(path, keep_lines)
         cut_torn_tail(path)
-        self.num_lines = len(read_lineage(path)) if path.exists() else 0
+        kept = [line for line, _ in _lineage(path)][:keep_lines] if path.exists() else []
+        self.num_lines, self.crc = len(kept), _checksum(kept)
         self._file = path.open("ab")
         if keep_lines is not None:
-            self.write("resume", lines=keep_lines)
-            self.num_lines = keep_lines
+            self._append({"event": "resume", "lines": keep_lines})
+
+    def _append(self, event: Event) -> bytes:
+        line = json.dumps(event, separators=(",", ":")).encode()
+        self._file.write(line + b"\n")
+        self._file.flush()
+        return line
 
     def write(self, event: str, **values: Any) -> None:
         """One event."""
-        line = json.dumps({"event": event, **values}, separators=(",", ":"))
-        self._file.write(line.encode() + b"\n")
-        self._file.flush()
+        line = self._append({"event": event, **values})
         self.num_lines += 1
+        self.crc = _checksum([line], self.crc)
 
     def sync(self) -> None:
         """Returns when everything written is on disk."""
@@ -110,7 +142,35 @@ def read_lineage(path: Path) -> list[Event]:
 
     Raises DataError naming the line that is no event.
     """
-    events: list[Event] = []
+    return [event for _, event in _lineage(path)]
+
+
+def read_run_events(path: Path) -> list[Event]:
+    """The same of a run's LOOP_FILE or ENGINE_FILE, whose events must have all that is read of
+    them; the loop's begin with its start. Raises DataError naming what is not so."""
+    events = read_lineage(path)
+    if path.name == LOOP_FILE and (not events or events[0]["event"] != "start"):
+        raise DataError(f"{path} does not begin with the start of a run; it was cut or emptied")
+    for number, event in enumerate(events, start=1):
+        for name, kind in _FIELDS[path.name].get(event["event"], {}).items():
+            if not isinstance(event.get(name), kind):
+                raise DataError(
+                    f"{path}: event {number} of the lineage, {describe(event)}, has no {name} that "
+                    "can be read; the file was changed by hand, or another estr wrote it"
+                )
+    return events
+
+
+def _checksum(lines: Iterable[bytes], crc: int = 0) -> int:
+    """Of lines of a lineage, going on from that of the lines before them."""
+    for line in lines:
+        crc = zlib.crc32(line + b"\n", crc)
+    return crc
+
+
+def _lineage(path: Path) -> list[tuple[bytes, Event]]:
+    """The surviving lineage as it stands in the file, and read."""
+    events: list[tuple[bytes, Event]] = []
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except OSError as error:
@@ -119,6 +179,8 @@ def read_lineage(path: Path) -> list[Event]:
         try:
             event = json.loads(line)
             kind = event["event"]
+            if not isinstance(kind, str):
+                raise ValueError(f"its kind is {kind!r}")
             if kind == "resume":
                 if not 0 <= event["lines"] <= len(events):
                     raise ValueError(f"it keeps {event['lines']} of {len(events)} lines")
@@ -126,18 +188,49 @@ def read_lineage(path: Path) -> list[Event]:
                 continue
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}, line {number} is no event: {error}") from error
-        events.append(event)
+        events.append((line, event))
     return events
 
 
-def require_lines(path: Path, lines: int) -> None:
-    """Raises DataError where the lineage has fewer than that many lines."""
-    found = len(read_lineage(path)) if path.exists() else 0
-    if lines > found:
+def require_lines(path: Path, lines: int, crc: int | None = None) -> None:
+    """Raises DataError where the lineage has fewer than that many lines, or (crc) others."""
+    found = [line for line, _ in _lineage(path)] if path.exists() else []
+    if lines > len(found):
         raise DataError(
-            f"{path} has {found} lines, the checkpoint was taken after {lines}; it was cut or "
+            f"{path} has {len(found)} lines, the checkpoint was taken after {lines}; it was cut or "
             "belongs to another run"
         )
+    if crc is not None and _checksum(found[:lines]) != crc:
+        raise DataError(
+            f"{path} is not the schedule that the checkpoint was taken in: its first {lines} lines "
+            "differ; one of the two belongs to another run, or was changed by hand"
+        )
+
+
+def last_recipe(path: Path) -> Event | None:
+    """The recipe that a run was last started or resumed with, as its schedule has it; None where
+    there is no schedule yet."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    try:
+        events = [json.loads(line) for line in lines if line.startswith(b'{"event":"recipe"')]
+    except ValueError as error:
+        raise DataError(f"{path} holds a recipe that cannot be read: {error}") from error
+    return {k: v for k, v in events[-1].items() if k != "event"} if events else None
+
+
+def require_whole_plan(loop: Sequence[Event], engine: Sequence[Event], path: Path) -> None:
+    """Raises DataError where the engine's schedule, in `path`, lacks what the loop's says that the
+    engine did: a replay would wait for it for ever."""
+    begun = Counter(tuple(key[1:]) for event in engine for key in event.get("ids", ()))
+    loaded = {event["version"] for event in engine if event["event"] == "load"}
+    for event in loop:
+        if event["event"] == "load" and event["version"] not in loaded:
+            lacking = f"the load of version {event['version']}"
+        elif event["event"] == "rollout" and begun[tuple(event["id"])] < len(event["replies"]):
+            lacking = f"a turn of rollout {event['id']}"
+        else:
+            continue
+        raise DataError(f"{path} was cut: it lacks {lacking}; the run cannot be replayed")
 
 
 class Replay:
@@ -152,6 +245,11 @@ class Replay:
         every = list(events)
         self.events: Sequence[Event] = [e for e in every if e["event"] in SEQUENCED]
         self.rollouts = {tuple(e["id"]): e for e in every if e["event"] == "rollout"}
+        if position > len(self.events):
+            raise DataError(
+                f"the schedule to replay has {len(self.events)} events in order, and {position} "
+                "are done already: it was cut, or is of another run"
+            )
         self.position = position
         self.on_advance: Callable[[], None] = lambda: None
         self._moved = asyncio.Event()
@@ -259,6 +357,7 @@ class Schedule:
         """Where a resume goes on, for a checkpoint."""
         return {
             "lines": 0 if self.log is None else self.log.num_lines,
+            "crc": 0 if self.log is None else self.log.crc,
             "replayed": 0 if self.replay is None else self.replay.position,
         }
 

@@ -44,6 +44,7 @@ from .errors import EstrError, WorkerDied, WorkerError
 _HEADER = struct.Struct("!Q")
 _NO_ANSWER = -1
 _IDLE_POLL_S = 1.0
+_LOG_TAIL_BYTES = 4096
 
 
 class Worker:
@@ -72,22 +73,26 @@ class Worker:
         threads: int = 1,
         nice: int = 0,
         log: Path | None = None,
-        timeout_s: float = 120.0,
+        timeout_s: float = 600.0,
+        python: str = sys.executable,
+        env: Mapping[str, str] | None = None,
     ) -> Worker:
         """Spawn the process and wait until its host is built.
 
         factory: "module:callable". log: file to which its output is appended (None: discarded).
+        python: another interpreter, which goes by its own search path and must find estr there.
+        env: what is added to the environment.
         Raises WorkerError (or the EstrError that the factory raised) when it does not come up.
         """
         ours, theirs = socket.socketpair()
-        env = os.environ | {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
-        command = [sys.executable, "-m", "estr.worker", str(theirs.fileno()), str(nice)]
+        own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **(env or {})}
+        command = [python, "-m", "estr.worker", str(theirs.fileno()), str(nice)]
         output = open(log, "ab") if log else None  # noqa: SIM115 - closed right below
         try:
             process = subprocess.Popen(
                 command,
                 pass_fds=[theirs.fileno()],
-                env=env,
+                env=os.environ | own,
                 stdin=subprocess.DEVNULL,
                 stdout=output or subprocess.DEVNULL,
                 stderr=subprocess.STDOUT,
@@ -101,9 +106,8 @@ class Worker:
         try:
             reader, worker._writer = await asyncio.open_connection(sock=ours)
             worker._reading = asyncio.create_task(worker._read(reader), name=f"read {name}")
-            await worker.call(
-                "", factory, dict(kwargs), threads, _search_path(), timeout_s=timeout_s
-            )
+            path = _search_path() if python == sys.executable else None
+            await worker.call("", factory, dict(kwargs), threads, path, timeout_s=timeout_s)
         except BaseException:
             worker._kill()
             await worker.close()
@@ -125,9 +129,9 @@ class Worker:
             async with asyncio.timeout(timeout_s):
                 return await future
         except TimeoutError as error:
+            what = f"answer {method!r}" if method else "come up"
             raise WorkerError(
-                f"the {self.name} process (pid {self.pid}) did not answer {method!r} "
-                f"within {timeout_s:g} s"
+                f"the {self.name} process (pid {self.pid}) did not {what} within {timeout_s:g} s"
             ) from error
         finally:
             self._calls.pop(number, None)
@@ -205,10 +209,8 @@ class Worker:
         how = f"exit status {code}"
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
-        tail = ""
-        if self._log is not None and self._log.exists():
-            lines = self._log.read_text(errors="replace").split("\n")[-6:]
-            tail = "\n".join(["", f"last lines of {self._log}:", *lines]).rstrip()
+        lines = [] if self._log is None else _last_lines(self._log)
+        tail = "\n".join(["", f"last lines of {self._log}:", *lines]).rstrip() if lines else ""
         return f"the {self.name} process (pid {self.pid}) ended: {how}{tail}"
 
     def _fail_calls(self, reason: str) -> None:
@@ -217,6 +219,15 @@ class Worker:
         for future in self._calls.values():
             if not future.done():
                 future.set_exception(WorkerDied(reason))
+
+
+def _last_lines(log: Path) -> list[str]:
+    """The end of a log, however long it is; [] of what is no file (a device has no end)."""
+    if not log.is_file():
+        return []
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
+        return file.read(_LOG_TAIL_BYTES).decode(errors="replace").split("\n")[-6:]
 
 
 def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float:
@@ -334,6 +345,12 @@ def portable(error: BaseException) -> EstrError:
     return WorkerError(f"{type(error).__name__}: {error}{place}")
 
 
+def _log_traceback() -> None:
+    """Into the log; on a full disk only the error itself is told, over the channel."""
+    with contextlib.suppress(OSError):
+        traceback.print_exc()
+
+
 def _serve(channel: _Channel, host: Any) -> None:
     deferred = frozenset(getattr(host, "deferred", ()))
     busy = getattr(host, "busy", lambda: False)
@@ -350,7 +367,7 @@ def _serve(channel: _Channel, host: Any) -> None:
                         continue
                     result = getattr(host, method)(*args)
                 except Exception as error:  # noqa: BLE001 - the border where errors become data
-                    traceback.print_exc()
+                    _log_traceback()
                     result = portable(error)
                 if number != _NO_ANSWER:
                     answers.append((number, result))
@@ -387,14 +404,15 @@ def main(argv: list[str]) -> None:
     try:
         ((number, _, (factory, kwargs, threads, search_path)),) = channel.receive(None)
         try:
-            sys.path[:] = search_path
+            if search_path is not None:
+                sys.path[:] = search_path
             module, _, name = factory.partition(":")
             host = getattr(importlib.import_module(module), name)(**kwargs)
             torch = sys.modules.get("torch")
             if torch is not None:
                 torch.set_num_threads(threads)
         except Exception as error:  # noqa: BLE001 - the border where errors become data
-            traceback.print_exc()
+            _log_traceback()
             channel.send([(number, portable(error))])
             return
         channel.send([(number, None)])

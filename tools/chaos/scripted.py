@@ -186,4 +186,4 @@ async def _run(folder: Path) -> None:
         await loop.run()
         await loop.checkpoint()
     log.close()
-    (folder / "summary.json").write_text(json.dumps({"steps": loop.step, "chain": trainer.chain}))
+    (folder / "chain.json").write_text(json.dumps({"steps": loop.step, "chain": trainer.chain}))

@@ -34,9 +34,9 @@ def lab(
 ) -> None:
     """Re-measure a claim of the paper on this machine.
 
-    NAME is compare, staleness, sensitivity, controls or paper (all of them). Every run takes a core
-    for seconds to a minute; finished ones are kept, so stopping costs nothing. The result is one
-    table, the verdicts, a page and, with matplotlib, a figure.
+    NAME is compare, staleness, sensitivity, controls, scaling, switches, fidelity or paper (all of
+    them). Every run takes a core for seconds to a minute; finished ones are kept, so stopping costs
+    nothing. The result is one table, the verdicts, a page and, with matplotlib, a figure.
 
     \b
     Examples:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -67,6 +68,8 @@ def train(
     if replay is not None:
         recorded = run_folder(replay, runs)
         file = recorded / "config.toml"
+    if accept_changes and resume is None:
+        raise ConfigError("--accept-changes belongs to --resume; a new run has no recipe to change")
     if deterministic:
         overrides = (*overrides, "deterministic=true")
     resolved = load_recipe(file, overrides)
@@ -91,7 +94,7 @@ def report_of(run: Path, trained_tokens: int) -> str:
     make it. A run is not a failure because its report is."""
     from ..report import Budget, write_report
 
-    command = f"estr report {run}"
+    command = f"estr report {shlex.quote(str(run))}"
     if trained_tokens > MOST_TOKENS:
         return f"{command} makes a page of it"
     try:

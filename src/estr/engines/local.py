@@ -18,76 +18,23 @@ put the Engine protocol around it.
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..engine import KVPolicy, Request, canary_contexts
 from ..errors import EngineError
-from ..types import FinishReason, Int32Array, RolloutId, Segment
+from ..types import RolloutId, Segment
 from ..weights import State
 from .kv_cache import PrefixStore
+from .rows import Row, in_order, new_row
 from .runner import ModelRunner
-from .sampler import Draws, StreamName, draw, stream_name, uniforms
+from .sampler import Draws, draw, uniforms
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-@dataclass(slots=True, eq=False)
-class _Row:
-    """A request, waiting or running, and what it has drawn."""
-
-    request: Request
-    stream: StreamName
-    budget: int
-    arrival: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    entropies: list[float] = field(default_factory=list)
-    gini: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    filled: bool = False
-    """Does its cache row hold every token but the last?"""
-
-    @property
-    def num_filled(self) -> int:
-        return len(self.request.token_ids) + len(self.token_ids) - 1
-
-    @property
-    def last_token(self) -> int:
-        return self.token_ids[-1] if self.token_ids else int(self.request.token_ids[-1])
-
-    def context(self) -> Int32Array:
-        """Every token but the last."""
-        drawn = np.asarray(self.token_ids, dtype=np.int32)
-        return np.concatenate([self.request.token_ids, drawn])[:-1].astype(np.int32, copy=False)
-
-    def finish_reason(self) -> FinishReason | None:
-        if self.token_ids and self.token_ids[-1] in self.request.sampling.stop_token_ids:
-            return "stop"
-        return "length" if len(self.token_ids) >= self.budget else None
-
-    def go_on_from(self, drawn: Segment) -> None:
-        """Take over what was drawn of this turn before a checkpoint."""
-        self.token_ids = drawn.token_ids.tolist()
-        self.logprobs = drawn.behavior_logprobs.tolist()
-        self.entropies = drawn.behavior_entropies.tolist()
-        self.gini = [] if drawn.behavior_gini is None else drawn.behavior_gini.tolist()
-        self.versions = drawn.versions.tolist()
-
-    def segment(self) -> Segment:
-        return Segment.drawn(
-            self.token_ids,
-            self.logprobs,
-            self.entropies,
-            self.versions,
-            gini=self.gini if len(self.gini) == len(self.token_ids) else None,
-            finish_reason=self.finish_reason(),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +78,8 @@ class LocalEngine:
         self._in_flight = in_flight
         self._prefixes = PrefixStore(prefix_bytes)
         self._served: set[RolloutId] = set()
-        self._waiting: dict[RolloutId, _Row] = {}
-        self._rows: list[_Row] = []
+        self._waiting: dict[RolloutId, Row] = {}
+        self._rows: list[Row] = []
         self._pending: _Load | None = None
         self._arrivals = itertools.count()
         self._closed = False
@@ -169,44 +116,14 @@ class LocalEngine:
             raise EngineError(f"{request.id}: the engine is closed")
         if request.id in self._served:
             raise EngineError(f"{request.id} is already being served")
-        self._refuse_unservable(request)
-        try:
-            stream = stream_name(request.id)
-        except ValueError as error:
-            raise EngineError(str(error)) from error
-        limit = self._runner.max_positions
-        room = request.max_new_tokens if limit is None else limit - len(request.token_ids)
-        budget = min(request.max_new_tokens, room)
-        row = _Row(request, stream, budget, next(self._arrivals))
-        if request.drawn is not None:
-            row.go_on_from(request.drawn)
-            if row.finish_reason() is not None:
-                raise EngineError(f"{request.id}: its turn is complete, nothing is left to draw")
+        row = new_row(
+            request,
+            next(self._arrivals),
+            vocab_size=self._runner.vocab_size,
+            max_positions=self._runner.max_positions,
+        )
         self._served.add(request.id)
         self._waiting[request.id] = row
-
-    def _refuse_unservable(self, request: Request) -> None:
-        tokens, sampling = request.token_ids, request.sampling
-        vocab_size, limit = self._runner.vocab_size, self._runner.max_positions
-        reason = None
-        if not len(tokens):
-            reason = "the prompt is empty; a model needs at least one token to go on from"
-        elif tokens.min() < 0 or tokens.max() >= vocab_size:
-            wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
-            reason = f"token id {wrong} is outside the vocabulary [0, {vocab_size})"
-        elif limit is not None and len(tokens) >= limit:
-            reason = (
-                f"{len(tokens)} tokens leave no room in the model's context of {limit}; "
-                "lower sampling.max_tokens"
-            )
-        elif request.max_new_tokens < 1:
-            reason = f"max_new_tokens must be at least 1, not {request.max_new_tokens}"
-        elif not 0 <= sampling.temperature < math.inf:
-            reason = f"temperature must be finite and at least 0, not {sampling.temperature}"
-        elif not 0 <= request.first_position < 2**31:
-            reason = f"first_position must be in [0, 2^31), not {request.first_position}"
-        if reason is not None:
-            raise EngineError(f"{request.id}: {reason}")
 
     def cancel(self, rollout_id: RolloutId) -> None:
         """Drop a request, waiting or running, with what it has drawn; unknown ids are ignored."""
@@ -315,10 +232,7 @@ class LocalEngine:
         free = self._max_batch - len(self._rows)
         if self._pending is not None or not self._waiting or not free:
             return
-        order = sorted(
-            self._waiting.values(), key=lambda row: (row.request.deadline_version, row.arrival)
-        )
-        self._admit_these([row.request.id for row in order[:free]])
+        self._admit_these([row.request.id for row in in_order(self._waiting.values())[:free]])
 
     def _admit_these(self, ids: Sequence[RolloutId]) -> None:
         self._rows += [self._waiting.pop(rollout_id) for rollout_id in ids]

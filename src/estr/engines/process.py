@@ -1,7 +1,9 @@
 """An engine in a process of its own: the controller's end, and the host inside the process.
 
-rollouts (asyncio) --generate--> EngineProcess ==socket==> EngineHost --submit--> LocalEngine
+rollouts (asyncio) --generate--> EngineProcess ==socket==> EngineHost --submit--> an engine
                                                 <--pump--           <--step--
+
+The engine is LocalEngine, or VllmEngine in the interpreter of another virtual environment.
 """
 
 from __future__ import annotations
@@ -12,15 +14,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..engine import KVPolicy, Request
-from ..errors import EngineError, EngineTimeout, WorkerError
+from ..errors import EngineError, EngineTimeout, WeightsError, WorkerError
 from ..options.run import EngineOptions
 from ..schedule import EngineSchedule, Position
 from ..types import RolloutId, Segment
 from ..weights import WeightStore
 from ..worker import CpuBudget, Worker, busy_share, portable, require_determinism
+from .interpreter import vllm_process
 
 if TYPE_CHECKING:
+    from .local import LocalEngine
     from .scheduled import ScheduledEngine
+    from .vllm import VllmEngine
 
 LOAD_TIMEOUT_S = 600.0
 """A load without in-flight updates waits for running requests, so it may take as long as they."""
@@ -35,7 +40,7 @@ _CANARY_SHARE = 0.002
 
 
 class EngineProcess:
-    """The Engine protocol over a spawned LocalEngine."""
+    """The Engine protocol over a spawned LocalEngine or VllmEngine."""
 
     def __init__(self, worker: Worker, version: int) -> None:
         self.worker = worker
@@ -66,7 +71,12 @@ class EngineProcess:
             "schedule": schedule,
         }
         worker = await Worker.start(
-            "engine", "estr.engines.process:EngineHost", kwargs, threads=options.threads, log=log
+            "engine",
+            "estr.engines.process:EngineHost",
+            kwargs,
+            threads=options.threads,
+            log=log,
+            **(vllm_process(options) if options.name == "vllm" else {}),
         )
         return cls(worker, version)
 
@@ -136,7 +146,7 @@ class EngineProcess:
 
 
 class EngineHost:
-    """What runs inside the process: LocalEngine, pumped by estr.worker between messages."""
+    """What runs inside the process: an engine, pumped by estr.worker between messages."""
 
     deferred = ("generate", "load", "snapshot")
 
@@ -148,6 +158,30 @@ class EngineHost:
         in_flight: bool,
         schedule: EngineSchedule | None = None,
     ) -> None:
+        self._scheduled: ScheduledEngine | None = None
+        self._engine: LocalEngine | VllmEngine
+        if options.name == "vllm":
+            from .vllm import VllmEngine
+
+            self._engine = VllmEngine(folder, options, version=version, in_flight=in_flight)
+        else:
+            self._engine = self._local(folder, options, version, in_flight, schedule)
+        self._snapshots: list[int] = []
+        self._numbers: dict[RolloutId, int] = {}
+        self._loading: tuple[int, int] | None = None
+        self._results: list[tuple[int, Any]] = []
+        self._started = time.monotonic()
+        self._busy_s = 0.0
+        self._budget = CpuBudget(_CANARY_SHARE)
+
+    def _local(
+        self,
+        folder: Path,
+        options: EngineOptions,
+        version: int,
+        in_flight: bool,
+        schedule: EngineSchedule | None,
+    ) -> LocalEngine:
         from ..models import load_model, vocabulary_size
         from .local import LocalEngine
         from .scheduled import ScheduledEngine
@@ -160,20 +194,11 @@ class EngineHost:
             "in_flight": in_flight,
             "vocab_size": vocabulary_size(folder, model),
         }
-        self._scheduled: ScheduledEngine | None = None
         if schedule is None:
-            self._engine = LocalEngine(model, **settings)
-        else:
-            require_determinism()
-            self._scheduled = ScheduledEngine(model, schedule=schedule, **settings)
-            self._engine = self._scheduled
-        self._snapshots: list[int] = []
-        self._numbers: dict[RolloutId, int] = {}
-        self._loading: tuple[int, int] | None = None
-        self._results: list[tuple[int, Any]] = []
-        self._started = time.monotonic()
-        self._busy_s = 0.0
-        self._budget = CpuBudget(_CANARY_SHARE)
+            return LocalEngine(model, **settings)
+        require_determinism()
+        self._scheduled = ScheduledEngine(model, schedule=schedule, **settings)
+        return self._scheduled
 
     def generate(self, number: int, request: Request) -> None:
         self._numbers[request.id] = number
@@ -240,7 +265,10 @@ class EngineHost:
                 number = self._numbers.pop(rollout_id, None)
                 if number is not None:
                     results.append((number, segment))
-        except EngineError as error:
+        except (EngineError, WeightsError) as error:
+            if isinstance(error, WeightsError) and self._loading is not None:
+                results.append((self._loading[0], portable(error)))
+                self._loading = None
             # The step names one request; none of the others can be trusted to go on.
             results += [(number, portable(error)) for number in self._numbers.values()]
             for rollout_id in self._numbers:

@@ -137,9 +137,9 @@ class ScheduledEngine(LocalEngine):
         self._refill = False
         self._write("refill")
         self.drop_caches()
-        lines = self._log.num_lines if self._log is not None else 0
+        lines, crc = (self._log.num_lines, self._log.crc) if self._log is not None else (0, 0)
         running = tuple(row.request.id for row in self._rows)
-        position = Position(self.at, lines, self._planned, running)
+        position = Position(self.at, lines, crc, self._planned, running)
         self._at_refill = (position, self.snapshot())
 
     def _write(self, event: str, **values: Any) -> None:

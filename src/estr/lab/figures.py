@@ -73,6 +73,44 @@ def grids(
     _save(pyplot, figure, path)
 
 
+Points = tuple[Sequence[float], Sequence[float]]
+"""(x, y)"""
+
+
+def curves(
+    panels: Mapping[str, Mapping[str, Points]],
+    path: Path,
+    *,
+    xlabel: str,
+    ylabel: str,
+    logarithmic: bool = False,
+    slope: float | None = None,
+) -> None:
+    """One panel for each key, in it a line for each label. slope: that of a dashed line through the
+    middle of a logarithmic panel, for the eye."""
+    pyplot = _pyplot()
+    figure, axes = pyplot.subplots(
+        1, len(panels), squeeze=False, sharey=True, figsize=(1 + 3.4 * len(panels), 3.6)
+    )
+    for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
+        for label, (x, y) in lines.items():
+            axis.plot(x, y, "o-", markersize=3, linewidth=1, label=label)
+        if logarithmic:
+            axis.set(xscale="log", yscale="log")
+        if slope is not None and lines:
+            low, high = axis.get_xlim()
+            middle = (low * high) ** 0.5
+            height = (axis.get_ylim()[0] * axis.get_ylim()[1]) ** 0.5
+            ends = [height * (x / middle) ** slope for x in (low, high)]
+            axis.plot([low, high], ends, "k--", linewidth=1, label=f"slope {slope:g}")
+        axis.set_title(title, fontsize=9)
+        axis.set_xlabel(xlabel)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel(ylabel)
+    axes[0][-1].legend(fontsize=7)
+    _save(pyplot, figure, path)
+
+
 def _save(pyplot: Any, figure: Any, path: Path) -> None:
     figure.tight_layout()
     figure.savefig(path, dpi=110)

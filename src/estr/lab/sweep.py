@@ -68,7 +68,10 @@ MORE_CODE = {
         "rollout.py",
         "run.py",
         "trainer_process.py",
-    )
+    ),
+    "estr.lab.token_noise": ("lab/archive.py", "lab/moments.py"),
+    "estr.lab.switch_tokens": ("lab/archive.py",),
+    "estr.lab.gradients": ("lab/archive.py",),
 }
 """What else stands behind the functions of a module."""
 

@@ -42,8 +42,13 @@ class SamplingOptions:
 class EngineOptions:
     """The process that generates."""
 
-    name: Literal["local"] = "local"
-    """What draws the tokens; local: in a process on this machine."""
+    name: Literal["local", "vllm"] = "local"
+    """What draws the tokens; local: estr's own engine; vllm: vLLM, docs/vllm.md. Either runs in a
+    process of its own on this machine."""
+    python: str = ".venv-vllm/bin/python"
+    """vllm only: the interpreter of the virtual environment that has vLLM; `make vllm` makes it."""
+    kv_cache_gb: float = 1.0
+    """vllm only: room for keys and values, GB; it must hold the longest context at least once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the sampler's forward pass; log-probs and entropies are float32 in any case."""
     max_batch: int = 128
@@ -61,6 +66,7 @@ class EngineOptions:
         _at_least("max_batch", self.max_batch, 1)
         _at_least("threads", self.threads, 1)
         require_positive("timeout_s", self.timeout_s)
+        require_positive("kv_cache_gb", self.kv_cache_gb)
 
 
 @dataclass(frozen=True, slots=True)

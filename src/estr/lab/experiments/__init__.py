@@ -13,6 +13,9 @@ EXPERIMENTS: dict[str, str] = {
     "staleness": "the paper's grid of intra and inter staleness",
     "sensitivity": "tau and eps of estr",
     "controls": "what the gain of estr hangs on",
+    "scaling": "how the log-ratio scatters with the entropy, by source and lag",
+    "switches": "entropy and log-ratio around switches of version",
+    "fidelity": "gradients of the rules against the on-policy gradient",
     "paper": "all of them, beside the published figures",
 }
 """name -> what it measures; estr.lab.experiments.NAME is the module."""

@@ -1,0 +1,228 @@
+"""`fidelity`: what a rule makes of the gradient, beside the on-policy gradient at the same
+weights."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean
+from typing import Any
+
+import numpy as np
+
+from .. import figures
+from ..fits import seed_interval
+from ..gradients import ON_POLICY
+from ..lab import Claim, Lab, Report
+from ..methods import ALL_METHODS, METHODS, Regime
+from ..moments import Floats
+from ..statistics import answer
+from ..sweep import Job
+from ..table import Row
+
+TITLE = "gradients of the rules against the on-policy gradient"
+
+STEPS = 25
+GROUPS = 64
+NORM_GROUPS = 12
+QUICK = (10, 8, 4)
+"""With --quick, in the same order, in the first regime alone."""
+COMPARED = {
+    5e-4: {"int3": Regime("int3 sampler, no lag", "int3", {})},
+    2e-3: {
+        "lag": Regime("bf16 sampler, inter 15", "bfloat16", {"inter": 15}),
+        "int3 and lag": Regime("int3, inter 15 + intra 9", "int3", {"inter": 15, "intra": 9}),
+    },
+}
+"""Learning rate of the weights' history -> regimes; mismatch as heavy as it gets."""
+
+LEFT_OUT = ("dual_clip", "kpop")
+RIVALS = ("none", "icepop", "kpop, phi 0.05", "dppo", "estr_token", "estr_sequence")
+
+MEASURES = ("progress", "square", "kept")
+
+Interval = tuple[float, float]
+Pools = dict[tuple[str, str], dict[str, Floats]]
+"""(regime, method) -> measure -> [seeds]"""
+
+
+def corrections() -> dict[str, Any]:
+    """Methods at their defaults, and two at what heavy mismatch calls for."""
+    found = {n: m.default[1] for n, m in ALL_METHODS.items() if n not in LEFT_OUT}
+    found["estr, tau 0.2"] = METHODS["estr"].variants[1][1]
+    found["kpop, phi 0.05"] = METHODS["kpop"].variants[2][1]
+    return found
+
+
+def jobs(lab: Lab) -> list[Job]:
+    """One for each learning rate and seed."""
+    steps, groups, norm_groups = QUICK if lab.quick else (STEPS, GROUPS, NORM_GROUPS)
+    return [
+        Job(
+            {"lr": lr, "seed": seed},
+            {
+                "run": {
+                    "seed": seed,
+                    "steps": steps,
+                    "lr": lr,
+                    "correction": [{"name": "none"}],
+                },
+                "regimes": {f"{name}, lr {lr:g}": its.config() for name, its in regimes.items()},
+                "corrections": corrections(),
+                "groups": groups,
+                "norm_groups": norm_groups,
+            },
+            function="estr.lab.gradients:measure",
+        )
+        for lr, regimes in (list(COMPARED.items())[:1] if lab.quick else COMPARED.items())
+        for seed in lab.judge_seeds
+    ]
+
+
+def run(lab: Lab) -> Report:
+    rows = lab.run(jobs(lab))
+    found = measured(pooled(rows))
+    panels = {
+        regime: {m: [value.cosine[0]] for (its, m), value in found.items() if its == regime}
+        for regime in dict.fromkeys(regime for regime, _ in found)
+    }
+    draw = functools.partial(
+        figures.dots, panels, ylabel="cosine to on-policy, over a fresh batch's", lines={"fresh": 1}
+    )
+    tables = {"gradients [95 % over seeds]": lines(found), "the reference": reference_lines(rows)}
+    return Report(rows, claims(found), tables, draw if panels else None)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Fidelity:
+    """Of a rule, each over a fresh batch's with its interval over seeds. progress: along the
+    on-policy gradient; norm: of a batch's gradient; cosine = progress / norm, the cheap selector:
+    how far a step of given norm goes along the on-policy gradient. kept: share of tokens. sums
+    [seeds, 4]: progress, square, and those of the fresh batch."""
+
+    sums: Floats
+    progress: tuple[float, Interval]
+    norm: tuple[float, Interval]
+    cosine: tuple[float, Interval]
+    kept: float
+
+
+def pooled(rows: Sequence[Row]) -> Pools:
+    """Values by seed; a fresh batch stands under the regimes of its learning rate as "fresh"."""
+    rows = [row for row in rows if row["measure"] in MEASURES]
+    regimes = {row["regime"]: row["lr"] for row in rows if row["regime"] != ON_POLICY}
+    found: dict[tuple[str, str], dict[str, dict[int, float]]] = {}
+    for row in rows:
+        fresh = row["regime"] == ON_POLICY
+        own = [regime for regime, lr in regimes.items() if lr == row["lr"]]
+        for regime in own if fresh else [row["regime"]]:
+            values = found.setdefault((regime, row["method"]), {})
+            values.setdefault(row["measure"], {})[row["seed"]] = row["value"]
+    return {
+        cell: {name: np.array([v for _, v in sorted(by.items())]) for name, by in values.items()}
+        for cell, values in found.items()
+    }
+
+
+def measured(pools: Pools) -> dict[tuple[str, str], Fidelity]:
+    found = {}
+    for (regime, method), own in pools.items():
+        fresh = pools[regime, "fresh"]
+        if method == "fresh":
+            continue
+        columns = [values[name] for values in (own, fresh) for name in ("progress", "square")]
+        sums = np.stack(columns, axis=1)
+        found[regime, method] = Fidelity(
+            sums,
+            progress=(progress(sums.sum(axis=0)), seed_interval(progress, sums)),
+            norm=(norm(sums.sum(axis=0)), seed_interval(norm, sums)),
+            cosine=(cosine(sums.sum(axis=0)), seed_interval(cosine, sums)),
+            kept=float(own["kept"].mean()),
+        )
+    return found
+
+
+def progress(sums: Floats) -> float:
+    """Of sums over seeds (progress, square, and those of the fresh batch): over the fresh one's;
+    NaN where that is not above 0."""
+    own, _, fresh, _ = sums.tolist()
+    return own / fresh if fresh > 0 else math.nan
+
+
+def norm(sums: Floats) -> float:
+    """The root of the squares' ratio."""
+    _, own, _, fresh = sums.tolist()
+    return math.sqrt(own / fresh) if fresh > 0 else math.nan
+
+
+def cosine(sums: Floats) -> float:
+    """progress / norm; 0 of a rule that masks everything."""
+    length = norm(sums)
+    return progress(sums) / length if length != 0 else 0.0
+
+
+def claims(found: Mapping[tuple[str, str], Fidelity]) -> list[Claim]:
+    regimes = list(dict.fromkeys(regime for regime, _ in found))
+    made = []
+    for rival in RIVALS:
+        results: dict[str, bool | None] = {}
+        told = []
+        for regime in regimes:
+            value, (low, high) = _difference(found[regime, "estr"], found[regime, rival])
+            results[regime] = True if low > 0 else False if high < 0 else None
+            told.append(f"{regime}: {value:+.2f} [{low:+.2f}, {high:+.2f}]")
+        made.append(
+            Claim(
+                f"the gradient of estr is nearer to the on-policy one than that of {rival}",
+                "",
+                "; ".join(told),
+                answer(results),
+                "difference of the relative cosines, same rollouts, paired by seed",
+            )
+        )
+    return made
+
+
+def _difference(first: Fidelity, second: Fidelity) -> tuple[float, Interval]:
+    def of(sums: Floats) -> float:
+        return cosine(sums[:4]) - cosine(sums[4:])
+
+    pairs = np.concatenate([first.sums, second.sums], axis=1)
+    return of(pairs.sum(axis=0)), seed_interval(of, pairs)
+
+
+def lines(found: Mapping[tuple[str, str], Fidelity]) -> list[dict[str, str]]:
+    """The highest cosine first within each regime."""
+    ordered = sorted(found.items(), key=lambda item: (item[0][0], -item[1].cosine[0]))
+    return [
+        {
+            "regime": regime,
+            "method": method,
+            "relative cosine": _told(*value.cosine),
+            "norm ratio": _told(*value.norm),
+            "progress": _told(*value.progress),
+            "kept": f"{100 * value.kept:.1f} %",
+        }
+        for (regime, method), value in ordered
+    ]
+
+
+def reference_lines(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """How well the halves of the on-policy gradient agree."""
+    found: dict[float, list[float]] = {}
+    for row in rows:
+        if row["measure"] == "cosine":
+            found.setdefault(row["lr"], []).append(row["value"])
+    return [
+        {
+            "lr": f"{lr:g}",
+            "cosine of the halves": f"{fmean(v):.2f} ({min(v):.2f} to {max(v):.2f})",
+        }
+        for lr, v in found.items()
+    ]
+
+
+def _told(value: float, interval: Interval) -> str:
+    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"

@@ -1,0 +1,91 @@
+"""What sums over tokens say: pure functions of numbers, no torch.
+
+fit_line         is it linear?  y = slope * x + intercept, R2
+fit_power        with what exponent?
+fit_tails        does P(|z| > x) fall like a Gaussian, an exponential or a power?
+seed_interval    of any statistic of pooled sums, the seeds drawn anew
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from ..scores import LEVEL, Interval
+from .moments import Floats
+
+_NUM_RESAMPLES = 1000
+
+
+class Line(NamedTuple):
+    """y = slope * x + intercept by least squares; r2: the share of the variance it explains, NaN
+    where y does not vary."""
+
+    slope: float
+    intercept: float
+    r2: float
+
+
+class Tail(NamedTuple):
+    """log P(|z| > x) = const - rate * f(x): r2 and rate for f(x) = x^2, x and log x."""
+
+    gaussian: Line
+    exponential: Line
+    power: Line
+
+    @property
+    def best(self) -> str:
+        """The law with the highest r2."""
+        return max(self._fields, key=lambda name: getattr(self, name).r2)
+
+
+def fit_line(x: Floats, y: Floats) -> Line:
+    """Least squares, every point alike. Raises ValueError on fewer than 3 points."""
+    if len(x) < 3:
+        raise ValueError(f"a line through {len(x)} points says nothing; needs at least 3")
+    slope, intercept = np.polyfit(x, y, 1)
+    rest, spread = y - slope * x - intercept, y - y.mean()
+    total = float(spread @ spread)
+    r2 = 1.0 - float(rest @ rest) / total if total > 0 else float("nan")
+    return Line(float(slope), float(intercept), r2)
+
+
+def fit_power(x: Floats, y: Floats) -> Line:
+    """The line through (log x, log y); its slope is the exponent. x, y above 0."""
+    return fit_line(np.log(x), np.log(y))
+
+
+def fit_tails(edges: Sequence[float], counts: Floats, total: float, *, least: float = 10.0) -> Tail:
+    """The three laws fitted to log P(|z| > x) at those of the ascending edges beyond which at least
+    `least` values lie. counts [len(edges) + 1]: values by bin as in `binned_sums`; total: of all
+    values, those on the other side included. Raises ValueError on fewer than 3 such edges."""
+    beyond = counts[::-1].cumsum()[::-1][1:]
+    x = np.asarray(edges)[beyond >= least]
+    log_share = np.log(beyond[beyond >= least] / total)
+    fits = [fit_line(f, log_share) for f in (x**2, x, np.log(x))]
+    return Tail(*(Line(-fit.slope, fit.intercept, fit.r2) for fit in fits))
+
+
+def seed_interval(
+    statistic: Callable[[Floats], float], by_seed: Floats, *, seed: int = 0
+) -> Interval:
+    """95 % percentile bootstrap interval of statistic(sum over seeds): by_seed [seeds, ...] holds
+    the sums of each seed, whole seeds are drawn anew. Resamples in which the statistic is not
+    finite are left out; NaN of fewer than 2 seeds."""
+    n = len(by_seed)
+    if n < 2:
+        return float("nan"), float("nan")
+    rng = np.random.default_rng(seed)
+    found = []
+    for _ in range(_NUM_RESAMPLES):
+        counts = np.bincount(rng.integers(0, n, n), minlength=n).astype(np.float64)
+        found.append(statistic(np.tensordot(counts, by_seed, axes=1)))
+    values = np.array(found)
+    values = values[np.isfinite(values)]
+    if not len(values):
+        return float("nan"), float("nan")
+    tail = (1 - LEVEL) / 2
+    low, high = np.quantile(values, [tail, 1 - tail])
+    return float(low), float(high)

@@ -1,0 +1,111 @@
+"""What of the vLLM engine can be tested without vLLM: its interpreter, its checks, its options."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import estr
+from estr.check import check_recipe
+from estr.config import load_recipe
+from estr.engines.interpreter import require_interpreter, vllm_process
+from estr.engines.vllm import check_state
+from estr.errors import ConfigError, WeightsError
+from estr.options.run import EngineOptions
+from estr.run import train
+from estr.worker import Worker
+
+SHAPES = {"embed.weight": (4, 2), "norm.weight": (2,)}
+
+
+def state(**changes: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Weights that fit SHAPES, with tensors changed, added or (None) taken out."""
+    full = {"embed.weight": torch.arange(8.0).reshape(4, 2), "norm.weight": torch.ones(2)}
+    full |= {name.replace("_", "."): tensor for name, tensor in changes.items()}
+    return {name: tensor for name, tensor in full.items() if tensor is not None}
+
+
+def test_weights_that_fit_pass_with_a_copy_of_a_tied_one() -> None:
+    check_state(state(), SHAPES)
+    check_state(state(head_weight=torch.arange(8.0).reshape(4, 2)), SHAPES)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"norm_weight": None}, r"1 missing \['norm.weight'\]"),
+        ({"head_weight": torch.zeros(4, 2)}, r"1 unknown \['head.weight'\]"),
+        ({"norm_weight": torch.ones(3)}, r"norm.weight has shape \(3,\), .* wants \(2,\)"),
+        ({"norm_weight": torch.tensor([1.0, float("inf")])}, "norm.weight holds NaN or infinity"),
+    ],
+)
+def test_weights_that_do_not_fit_are_refused(changes, message) -> None:
+    with pytest.raises(WeightsError, match=message):
+        check_state(state(**changes), SHAPES)
+
+
+def test_a_missing_interpreter_is_named_before_anything_starts(tmp_path: Path) -> None:
+    options = EngineOptions(name="vllm", python=str(tmp_path / "python"))
+    for ask in (require_interpreter, vllm_process):
+        with pytest.raises(ConfigError, match=r"engine\.python = .*python' .* `make vllm`"):
+            ask(options)
+    overrides = ["engine.name=vllm", f"engine.python={tmp_path}/python"]
+    with pytest.raises(ConfigError, match=r"engine\.python"):
+        train(load_recipe(overrides=overrides), runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    assert any("engine.python" in error for error in check_recipe(None, overrides).errors)
+    require_interpreter(EngineOptions(python=str(tmp_path / "python")))  # the local engine has none
+
+
+def test_deterministic_runs_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"deterministic = true needs engine\.name = 'local'"):
+        load_recipe(overrides=["deterministic=true", "engine.name=vllm"])
+
+
+@pytest.fixture
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.mark.usefixtures("_own_cache")
+async def test_the_process_is_given_estr_and_nothing_else_of_ours(tmp_path: Path) -> None:
+    """In an interpreter without one installed package, the worker's protocol works."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    start = vllm_process(EngineOptions(name="vllm", python=str(bare), device="cuda:1"))
+    assert start["env"]["CUDA_VISIBLE_DEVICES"] == "1"
+    folder = Path(start["env"]["PYTHONPATH"])
+    assert [entry.name for entry in folder.iterdir()] == ["estr"]
+    assert (folder / "estr").resolve() == Path(estr.__file__).resolve().parent
+    start["env"]["PYTHONPATH"] = f"{folder}:{os.path.dirname(__file__)}"
+    worker = await Worker.start("bare", "worker_hosts:Plain", {"start": 5}, **start)
+    assert await worker.call("add", 1, timeout_s=10) == 6
+    assert not await worker.call("finds", "numpy", timeout_s=10)
+    await worker.close()
+    again = vllm_process(EngineOptions(name="vllm", python=str(bare)))
+    assert again["env"]["PYTHONPATH"] == str(folder)
+    assert "CUDA_VISIBLE_DEVICES" not in again["env"]
+
+
+def test_the_host_itself_loads_neither_torch_nor_transformers() -> None:
+    code = "import sys, estr.engines.process; print(*{m.partition('.')[0] for m in sys.modules})"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert not {"torch", "transformers", "safetensors", "vllm"} & set(done.stdout.split())
+
+
+def test_the_extension_imports_only_vllm_torch_and_numpy() -> None:
+    path = Path(estr.__file__).parent / "engines" / "vllm_extension.py"
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    names |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    packages = {name.partition(".")[0] for name in names}
+    assert packages == {"vllm", "torch", "numpy", "collections", "typing", "__future__"}
