@@ -146,6 +146,10 @@ def until_it_ends(
         arguments = next_life()
         fault = chaos.rng.choice(FAULTS)
         ended = live(arguments, chaos.log, kill, fault, chaos.rng)
+        if ended != "end" and (run / "summary.json").exists():
+            chaos.kills_left -= 1  # killed while it closed: there is nothing left to resume
+            chaos.tally.count(f"{run.name.partition('-')[0]} {ended}")
+            ended = "end"
         if ended == "end":
             judge(run, chaos.tally)
             return True
