@@ -216,8 +216,9 @@ def test_gradcheck_from_logits() -> None:
     assert torch.autograd.gradcheck(outputs, (logits,))
 
 
+@pytest.mark.parametrize("keep", [0, 13, 100])
 @pytest.mark.parametrize("tile", [(2, 3), (8, 8), (5, 2), (2, 8)])
-def test_gradcheck_from_hidden(tile: tuple[int, int]) -> None:
+def test_gradcheck_from_hidden(tile: tuple[int, int], keep: int) -> None:
     hidden = torch.randn(5, 3, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(7, 3, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(7, dtype=torch.float64, requires_grad=True)
@@ -233,6 +234,7 @@ def test_gradcheck_from_hidden(tile: tuple[int, int]) -> None:
             temperature=1.3,
             vocab_size=6,
             tile=tile,
+            keep=keep,
             entropy_grad=True,
         )
         return found.logprobs, found.entropies
@@ -244,6 +246,7 @@ def both_paths(
     tile: tuple[int, int],
     *,
     entropy_grad: bool,
+    keep: int = 0,
     dtype: torch.dtype = torch.float32,
     autocast: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -265,6 +268,7 @@ def both_paths(
                     temperature=0.8,
                     vocab_size=9,
                     tile=tile,
+                    keep=keep,
                     entropy_grad=entropy_grad,
                 )
             else:
@@ -281,19 +285,23 @@ def both_paths(
 
 
 @pytest.mark.parametrize("entropy_grad", [False, True])
+@pytest.mark.parametrize("keep", [0, 20, 100])
 @pytest.mark.parametrize("tile", [(1, 1), (2, 4), (5, 2), (5, 9), (8, 16)])
-def test_the_tile_changes_nothing_check_53(tile: tuple[int, int], entropy_grad: bool) -> None:
-    tiled, plain = both_paths(tile, entropy_grad=entropy_grad)
+def test_the_tile_changes_nothing_check_53(
+    tile: tuple[int, int], keep: int, entropy_grad: bool
+) -> None:
+    tiled, plain = both_paths(tile, keep=keep, entropy_grad=entropy_grad)
     for one, other in zip(tiled, plain, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize(("dtype", "autocast"), [(torch.bfloat16, False), (torch.float32, True)])
+@pytest.mark.parametrize("keep", [0, 20, 100])
 @pytest.mark.parametrize("tile", [(2, 3), (8, 8), (5, 2), (2, 8)])
 def test_bf16_products_give_float32_statistics(
-    tile: tuple[int, int], dtype: torch.dtype, autocast: bool
+    tile: tuple[int, int], keep: int, dtype: torch.dtype, autocast: bool
 ) -> None:
-    tiled, plain = both_paths(tile, entropy_grad=True, dtype=dtype, autocast=autocast)
+    tiled, plain = both_paths(tile, keep=keep, entropy_grad=True, dtype=dtype, autocast=autocast)
     assert all(t.dtype == torch.float32 for t in tiled[:3])
     for one, other in zip(tiled[:3], plain[:3], strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-6)
@@ -385,17 +393,23 @@ def test_the_logits_are_never_held_whole() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tile", "num_products"), [((4, 6), 3), ((8, 9), 3), ((2, 6), 8), ((4, 3), 8)]
+    ("keep", "num_products"), [(0, 8), (11, 8), (12, 7), (23, 7), (24, 6), (100, 6)]
 )
-def test_logits_are_computed_again_only_if_there_are_several_tiles(
-    tile: tuple[int, int], num_products: int
+@pytest.mark.parametrize("tile", [(2, 6), (4, 3)])
+def test_logits_are_computed_again_only_where_they_were_not_kept(
+    tile: tuple[int, int], keep: int, num_products: int
 ) -> None:
     hidden = torch.randn(4, 3, requires_grad=True)
     weight = torch.randn(6, 3, requires_grad=True)
     with Operations() as operations:
-        found = statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), tile=tile)
+        found = statistics_from_hidden(hidden, weight, ids(0, 1, 2, 3), tile=tile, keep=keep)
         found.logprobs.sum().backward()
     assert len(operations.product_dtypes) == num_products
+
+
+def test_a_negative_keep_is_refused() -> None:
+    with pytest.raises(ValueError, match="0 or more, not -1"):
+        statistics_from_hidden(torch.zeros(1, 2), torch.zeros(3, 2), ids(0), keep=-1)
 
 
 def test_no_tokens_at_all() -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .tiled_head import LOG_ZERO, HeadSettings, HeadStatistics, default_tile
+from .tiled_head import KEEP, LOG_ZERO, HeadSettings, HeadStatistics, default_tile
 
 
 class TokenStatistics(NamedTuple):
@@ -151,6 +151,7 @@ def statistics_from_hidden(
     temperature: float = 1.0,
     vocab_size: int | None = None,
     tile: tuple[int, int] | None = None,
+    keep: int = KEEP,
     gini: bool = True,
     entropy_grad: bool = False,
 ) -> TokenStatistics:
@@ -158,17 +159,18 @@ def statistics_from_hidden(
 
     hidden: [N, D]. head_weight: [V, D]. head_bias: [V] or None. token_ids: [N]. At most `tile`
     (tokens, columns) logits exist at once, None: as many as fit into a core's cache. The backward
-    pass computes them again (not when one tile holds all). Beside the outputs and the gradients
-    both passes need a few tiles of memory, whatever N is; products in 16 bits also a copy of
-    `hidden`, and its gradient in float32. The tile changes neither values nor gradients beyond
-    rounding.
+    pass computes them again, except the first tiles of at most `keep` logits together (252 MB),
+    which are kept where a gradient is asked for. Beside that, the outputs and the gradients both
+    passes need a few tiles of memory, whatever N is; products in 16 bits also a copy of `hidden`,
+    and its gradient in float32. Tile and keep change neither values nor gradients beyond rounding.
 
     The matrix products run in the dtype of autocast if it is on, else in that of the inputs;
     everything after them is float32, and so is the sum of the weight gradient over the tokens.
     Gradients reach hidden, head_weight and head_bias through logprobs, and through entropies with
     entropy_grad; gini carries none. There is no second derivative.
 
-    Raises ValueError as `token_statistics` does, and for a tile without an entry.
+    Raises ValueError as `token_statistics` does, for a tile without an entry and for a negative
+    keep.
     """
     _check_temperature(temperature)
     columns = _real_columns(vocab_size, len(head_weight))
@@ -179,7 +181,10 @@ def statistics_from_hidden(
     tile = default_tile(hidden.device, columns) if tile is None else tile
     if min(tile) < 1:
         raise ValueError(f"a tile must hold at least 1 token and 1 column, not {tile}")
-    settings = HeadSettings(temperature, tile, entropy_grad, _product_dtype(hidden, head_weight))
+    if keep < 0:
+        raise ValueError(f"keep is a number of logits, 0 or more, not {keep}")
+    dtype = _product_dtype(hidden, head_weight)
+    settings = HeadSettings(temperature, tile, keep, entropy_grad, dtype)
     logprobs, entropies, ginis = HeadStatistics.apply(  # type: ignore[no-untyped-call]
         hidden, head_weight, head_bias, token_ids.long(), settings
     )

@@ -5,11 +5,13 @@
             logits = hidden @ weight.T          [tokens, columns], in one buffer, used again
             running sums of the block  <-  max, sum, squares and mean of the tile
 
-    backward: the same two loops; the logits are computed again and become their own gradient in
-    place, which two matrix products carry to `hidden` and `weight`.
+    backward: the same two loops; the logits become their own gradient in place, which two matrix
+    products carry to `hidden` and `weight`.
 
 A tile stays in the cache of a core, so that what follows a matrix product costs little beside it,
-and nothing of the size [tokens, vocabulary] ever exists.
+and nothing of the size [tokens, vocabulary] ever exists. The backward pass computes the logits
+again, except those of the first tiles, which the forward pass keeps as far as a fixed room goes: a
+matrix product in four is saved where all of them fit.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ LOG_ZERO = -200.0
 _CPU_COLUMNS, _CPU_ELEMENTS = 1024, 2**20
 _ELEMENTS = 2**25
 
+KEEP = 60 * 2**20
+"""Logits that are kept for the backward pass at most: 252 MB in float32."""
+
 
 def default_tile(device: torch.device, vocab_size: int) -> tuple[int, int]:
     """(tokens, columns) of a tile; a small vocabulary leaves room for more tokens."""
@@ -36,12 +41,13 @@ def default_tile(device: torch.device, vocab_size: int) -> tuple[int, int]:
 
 
 class HeadSettings(NamedTuple):
-    """temperature: divides the logits. tile: (tokens, columns) of logits at once. entropy_grad:
-    whether entropies carry a gradient. product_dtype: of the matrix products; all else is at least
-    float32."""
+    """temperature: divides the logits. tile: (tokens, columns) of logits at once. keep: logits kept
+    for the backward pass. entropy_grad: whether entropies carry a gradient. product_dtype: of the
+    matrix products; all else is at least float32."""
 
     temperature: float
     tile: tuple[int, int]
+    keep: int
     entropy_grad: bool
     product_dtype: torch.dtype
 
@@ -49,8 +55,8 @@ class HeadSettings(NamedTuple):
 class HeadStatistics(torch.autograd.Function):
     """(logprobs, entropies, gini) [N] of hidden [N, D], weight [V, D], bias [V] or None and
     token_ids [N]. The gradient of a log-prob to the logits is (onehot - p) / temperature, that of
-    an entropy -p (log p + H) / temperature; gini has none. Logits that fit into one tile are kept
-    for the backward pass, others are computed again."""
+    an entropy -p (log p + H) / temperature; gini has none. Of the tiles' logits the first
+    `keep` are kept for the backward pass, others are computed again."""
 
     @staticmethod
     def forward(
@@ -63,15 +69,17 @@ class HeadStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         tiles = _Tiles(hidden, weight, bias, settings)
         sums = _Sums(tiles.buffer, len(hidden))
-        keep = any(ctx.needs_input_grad) and tiles.is_one
-        kept = None
+        kept: list[Tensor] = []
+        room = settings.keep if any(ctx.needs_input_grad) else 0
         for columns, head in tiles.columns():
             for rows in tiles.rows():
                 logits = tiles.logits(rows, head)
-                kept = logits.clone() if keep else None
+                room -= logits.numel()
+                if room >= 0:
+                    kept.append(logits.clone())
                 sums.add(rows, logits, token_ids[rows] - columns.start)
         logprobs, entropies, gini, log_normalizer = sums.statistics()
-        ctx.save_for_backward(hidden, weight, bias, token_ids, log_normalizer, entropies, kept)
+        ctx.save_for_backward(hidden, weight, bias, token_ids, log_normalizer, entropies, *kept)
         ctx.settings = settings
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(gini, *(() if settings.entropy_grad else (entropies,)))
@@ -82,7 +90,8 @@ class HeadStatistics(torch.autograd.Function):
     def backward(
         ctx: Any, grad_logprobs: Tensor | None, grad_entropies: Tensor | None, _gini: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, token_ids, log_normalizer, entropies, kept = ctx.saved_tensors
+        hidden, weight, bias, token_ids, log_normalizer, entropies, *tensors = ctx.saved_tensors
+        kept = iter(tensors)
         tiles = _Tiles(hidden, weight, bias, ctx.settings)
         slopes = _Slopes(grad_logprobs, grad_entropies, log_normalizer, entropies, ctx.settings)
         wide = tiles.buffer.dtype
@@ -94,7 +103,7 @@ class HeadStatistics(torch.autograd.Function):
             # Summed at full width over all tokens also where the weight is stored in 16 bits.
             part = None if grad_weight is None else grad_weight[columns].to(wide)
             for rows in tiles.rows():
-                logits = tiles.logits(rows, head) if kept is None else kept.clone()
+                logits = tiles.logits(rows, head, next(kept, None))
                 grad_logits = slopes.of(rows, logits, token_ids[rows] - columns.start)
                 if grad_bias is not None:
                     grad_bias[columns] += grad_logits.sum(dim=0)
@@ -131,7 +140,6 @@ class _Tiles:
         self.buffer = (
             self._products if wide == dtype else torch.empty_like(self._products, dtype=wide)
         )
-        self.is_one = tile == (len(hidden), len(weight))
 
     def columns(self) -> Iterator[tuple[slice, _HeadTile]]:
         for at in _slices(len(self._weight), self._tile[1]):
@@ -141,10 +149,12 @@ class _Tiles:
     def rows(self) -> Iterator[slice]:
         yield from _slices(len(self.hidden), self._tile[0])
 
-    def logits(self, rows: slice, head: _HeadTile) -> Tensor:
-        """logits / temperature of these rows under this part of the head: a view of the buffer,
-        good until the next call and free to be overwritten."""
+    def logits(self, rows: slice, head: _HeadTile, kept: Tensor | None = None) -> Tensor:
+        """logits / temperature of these rows under this part of the head, taken from `kept` if it
+        is there: a view of the buffer, good until the next call and free to be overwritten."""
         hidden = self.hidden[rows]
+        if kept is not None:
+            return _shaped(self.buffer, hidden, head).copy_(kept)
         out = _shaped(self._products, hidden, head)
         if head.bias is None:
             torch.mm(hidden, head.weight.T, out=out)
