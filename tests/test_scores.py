@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estr.scores import bootstrap_intervals, compare_paired, majority, pass_at_k
+from estr.scores import bootstrap_intervals, bounded_intervals, compare_paired, majority, pass_at_k
 
 # -- pass@k --------------------------------------------------------------------------------------
 
@@ -90,6 +90,22 @@ def test_bootstrap_draws_whole_problems_and_repeats_itself() -> None:
     assert bootstrap_intervals(np.ones((10, 1)), seed=0) == [(1.0, 1.0)]
 
 
+def test_equal_problems_leave_room_for_what_was_not_seen() -> None:
+    values = np.stack([np.zeros(100), np.ones(100), np.full(100, 0.5)], axis=1)
+    none, all_, half = bounded_intervals(values, lowest=0.0, highest=1.0, seed=0)
+    assert none == (0.0, pytest.approx(0.036217, abs=1e-6))  # Clopper-Pearson, 0 of 100
+    assert all_ == (pytest.approx(0.963783, abs=1e-6), 1.0)
+    assert half == pytest.approx((0.481892, 0.518108), abs=1e-6)
+    ((low, high),) = bounded_intervals(np.zeros((1, 1)), lowest=-1.0, highest=1.0, seed=0)
+    assert (low, high) == pytest.approx((-0.975, 0.975))
+
+
+def test_problems_that_differ_have_the_bootstrap_s_interval() -> None:
+    values = np.random.default_rng(0).random((30, 2))
+    expected = bootstrap_intervals(values, seed=3)
+    assert bounded_intervals(values, lowest=0.0, highest=1.0, seed=3) == expected
+
+
 # -- paired comparison ---------------------------------------------------------------------------
 
 
@@ -108,7 +124,8 @@ def test_a_comparison_by_hand() -> None:
 def test_what_does_not_differ_cannot_be_told_apart() -> None:
     same = np.array([1.0, 0.0, 0.5])
     found = compare_paired(same, same.copy(), seed=0)
-    assert (found.difference, found.p_value, found.interval) == (0.0, 1.0, (0.0, 0.0))
+    assert (found.difference, found.p_value) == (0.0, 1.0)
+    assert found.interval == pytest.approx((-0.707598, 0.707598), abs=1e-6)
     assert found.problems_for_one_point is None
     assert compare_paired(np.ones(1), np.zeros(1), seed=0).p_value == 1.0
 

@@ -17,7 +17,7 @@ from .rollout import RolloutSetting
 from .scores import (
     Comparison,
     Interval,
-    bootstrap_intervals,
+    bounded_intervals,
     compare_paired,
     majority,
     pass_at_k,
@@ -34,8 +34,7 @@ class EvalResult:
     avg_at_k: share of solved rollouts. pass_at_k[j]: estimated share of problems that at least one
     of j rollouts solves, for j = 1, 2, 4, ... and k. majority_at_k: share of problems whose most
     frequent answer is right (None: the task does not say what an answer is). Intervals: 95 %,
-    percentile bootstrap over problems; an interval of width 0 means that the problems do not
-    differ, not that it is certain.
+    percentile bootstrap over problems, or the exact binomial bound where all problems are equal.
     mean_outcome: over the scored rollouts only (None: there are none). failures: every status other
     than "ok", with its number; unscored: rollouts without an outcome; errors: the first message of
     each failing status. tokens: sampled ones. num_found: rollouts that were on disk already.
@@ -117,7 +116,9 @@ def summarize(
         ]
     )
     average, *passes, vote = values.mean(axis=0).tolist()
-    interval, *intervals, vote_interval = bootstrap_intervals(values, seed=seed)
+    interval, *intervals, vote_interval = bounded_intervals(
+        values, lowest=0.0, highest=1.0, seed=seed
+    )
     votes = hasattr(setting.task, "answer")
     statuses = Counter(record.status for record in records)
     outcomes = [record.outcome for record in records if record.outcome is not None]

@@ -3,6 +3,7 @@
 pass_at_k(n, c, k)                  chance that one of k is solved, from c solved of n
 majority(answers, solved)           is the answer that most rollouts give the right one?
 bootstrap_intervals(values)         95 % intervals of means over problems
+bounded_intervals(values)           the same of values within bounds, where all may be equal
 compare_paired(first, second)       two models on the same problems: difference, p, sample size
 """
 
@@ -80,6 +81,27 @@ def bootstrap_intervals(values: Float64Array, *, seed: int) -> list[Interval]:
     return list(zip(low.tolist(), high.tolist(), strict=True))
 
 
+def bounded_intervals(
+    values: Float64Array, *, lowest: float, highest: float, seed: int
+) -> list[Interval]:
+    """`bootstrap_intervals` of values [num_problems, m] that lie within lowest and highest.
+
+    Where all problems of a column have the same value the bootstrap has nothing to draw from and
+    would be certain. There the exact binomial bound stands in for it: a share of more than
+    1 - 0.025^(1 / num_problems) of all problems would not have stayed unseen, and that share may be
+    anywhere within the bounds. Source: Clopper and Pearson, "The use of confidence or fiducial
+    limits" (1934), for no success in n trials.
+    """
+    unseen = 1.0 - ((1 - LEVEL) / 2) ** (1 / len(values))
+    intervals = bootstrap_intervals(values, seed=seed)
+    for i, column in enumerate(values.T):
+        if (column == column[0]).all():
+            value = float(column[0])
+            below, above = unseen * (value - lowest), unseen * (highest - value)
+            intervals[i] = value - below, value + above
+    return intervals
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Two models on the same problems, difference = first - second.
@@ -100,7 +122,7 @@ class Comparison:
 
 
 def compare_paired(first: Float64Array, second: Float64Array, *, seed: int) -> Comparison:
-    """first, second: [num_problems], the mean score of every problem under either model.
+    """first, second: [num_problems], the mean score of every problem under either model, 0 to 1.
 
     Source of the test: Fisher, "The design of experiments" (1935), section 21; of the sample size:
     the normal approximation ((z_0.975 + z_0.8) * sd / 0.01)^2, sd that of the paired differences.
@@ -109,7 +131,7 @@ def compare_paired(first: Float64Array, second: Float64Array, *, seed: int) -> C
     if first.shape != second.shape or first.ndim != 1 or not len(first):
         raise ValueError(f"needs two scores of each problem, not {first.shape} and {second.shape}")
     differences = first - second
-    (interval,) = bootstrap_intervals(differences[:, None], seed=seed)
+    (interval,) = bounded_intervals(differences[:, None], lowest=-1.0, highest=1.0, seed=seed)
     return Comparison(
         num_problems=len(differences),
         difference=float(differences.mean()),
