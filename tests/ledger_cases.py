@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from estr.ledger.parts import write_step
+from estr.ledger.parts import write_steps
 from estr.ledger.schema import StepRecord, described
 from estr.types import Consumption, RolloutId, SamplingSettings, Segment, Trajectory, Turn
 
@@ -115,6 +115,11 @@ def random_record(
                 (own, consumption(own, log_ratios, advantage=advantage, kept=kept, clipped=clipped))
             )
     return record(step, pairs, **fields)
+
+
+def write_step(run_folder: Path, one: StepRecord) -> list[Path]:
+    """A part of its own for one step."""
+    return write_steps(run_folder, [one])
 
 
 def write_random_ledger(run_folder: Path, steps: int = 3, **fields: Any) -> list[StepRecord]:

@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from estr.config import load_recipe
-from estr.ledger.parts import write_step
 from estr.metrics import MetricsWriter
 from estr.types import RolloutId
-from ledger_cases import consumption, record, trajectory, write_random_ledger
+from ledger_cases import consumption, record, trajectory, write_random_ledger, write_step
 
 METRICS = {
     "reward_mean": 0.5,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import io
 import json
 import os
 import signal
@@ -20,6 +21,7 @@ import estr
 from estr import blocking
 from estr.api import read_recipe
 from estr.config import Recipe, load_recipe
+from estr.display import PlainReporter
 from estr.errors import ConfigError, DataError
 from estr.models import load_model, resolve_model
 from estr.run_folder import RunFolder
@@ -89,6 +91,7 @@ def test_a_result_says_what_the_run_folder_says(script_run: tuple[Path, list[Any
     assert (result.before.step, result.before.version, result.before.num_problems) == (0, 0, 8)
     assert (result.after.step, result.after.version) == (2, result.version)
     for found in (result.before, result.after):
+        assert found.interval is not None
         low, high = found.interval
         assert 0 <= low <= found.accuracy <= high <= 1
     assert result.before.accuracy == result.summary.start_accuracy
@@ -98,6 +101,25 @@ def test_a_result_says_what_the_run_folder_says(script_run: tuple[Path, list[Any
     assert "step" not in result.metrics
     for place in (result.model_best, result.model_last, result.metrics_file):
         assert place.exists()
+
+
+def test_a_run_without_intervals_is_read(
+    script_run: tuple[Path, list[Any]], tmp_path: Path
+) -> None:
+    whole = estr.read_run(script_run[0])
+    folder = tmp_path / "older"
+    folder.mkdir()
+    for name in ("config.toml", "summary.json"):
+        (folder / name).write_bytes((whole.folder / name).read_bytes())
+    ends = ("eval/accuracy_low", "eval/accuracy_high")
+    rows = map(json.loads, whole.metrics_file.read_text().splitlines())
+    kept = [{name: v for name, v in row.items() if name not in ends} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in kept))
+    older = estr.read_run(folder)
+    assert whole.before is not None
+    assert older.before == dataclasses.replace(whole.before, interval=None)
+    assert older.best is not None
+    assert older.best.accuracy == max(older.before.accuracy, older.after.accuracy)  # type: ignore[union-attr]
 
 
 def test_a_run_can_be_evaluated_and_compared(
@@ -120,8 +142,10 @@ async def test_inside_a_running_loop_it_is_the_same(tmp_path: Path) -> None:
     recipe = read_recipe({**SHORT, "steps": 1, "ledger": False})
     result = estr.train(recipe, runs=tmp_path)
     assert (result.steps, result.folder) == (1, tmp_path / "short")
+    said = io.StringIO()
     with pytest.raises(ConfigError, match="is finished: 1 of 1 steps are made"):
-        estr.resume_run(result)
+        estr.resume_run(result, reporter=PlainReporter(said))
+    assert said.getvalue() == ""
     found = estr.evaluate("builtin", task="calculator", problems=2)
     assert found.num_rollouts == 2
 

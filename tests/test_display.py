@@ -170,6 +170,7 @@ def test_figures_of_a_whole_row() -> None:
 def test_plain_lines() -> None:
     stream = io.StringIO()
     with PlainReporter(stream, every_s=5.0) as reporter:
+        reporter.starting()
         reporter.started(Recipe(steps=30), RunFolder(Path("runs/x")), 0)
         reporter.evaluated(0, 0.40234, 1024)
         for step in range(1, 31):
@@ -255,6 +256,16 @@ def test_live_display_ends_with_the_result() -> None:
     text = live(lambda reporter: reporter.finished(SUMMARY, RunFolder(Path("runs/x"))))
     assert "estr sample runs/x" in text
     assert "engine 93 %, trainer 71 %" in text
+
+
+def test_nothing_is_said_to_start_before_it_does() -> None:
+    stream = io.StringIO()
+    with PlainReporter(stream) as reporter:
+        assert stream.getvalue() == ""
+        reporter.starting()
+    assert stream.getvalue() == "starting engine, trainer and evaluator\n"
+    assert "starting" not in live(lambda reporter: None)
+    assert "starting engine" in live(lambda reporter: reporter.starting())
 
 
 def test_events_before_the_start_do_no_harm() -> None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +21,14 @@ from estr.config import recipe_from_table
 from estr.engine import Request, ScriptedEngine
 from estr.environment import Environment, Reply, ScriptedEnvironment
 from estr.environments.calculator import CalculatorTask
-from estr.errors import ConfigError, DataError, EngineError, GraderError, WeightsError
+from estr.errors import (
+    ConfigError,
+    DataError,
+    EngineError,
+    GraderError,
+    WeightsError,
+    WorkerError,
+)
 from estr.evaluation import (
     EVALUATION_RUNS,
     EvaluatorHost,
@@ -29,13 +38,14 @@ from estr.evaluation import (
 )
 from estr.evaluation_records import RolloutRecord, open_rollouts, weights_digest
 from estr.evaluation_result import compare
+from estr.evaluator_process import EvaluatorProcess
 from estr.models import load_model, save_model
 from estr.options.run import RolloutOptions
 from estr.rollout import RolloutSetting
 from estr.run_folder import RunFolder
 from estr.subject import find_run, find_subject
 from estr.types import SamplingSettings
-from estr.weights import MemoryWeightStore
+from estr.weights import FileWeightStore, MemoryWeightStore
 from loop_parts import IdCodec
 
 STOP = 9
@@ -396,9 +406,20 @@ def test_the_host_evaluates_the_version_it_is_asked_for(folder: Path, tmp_path: 
     store.publish(0, first)
     store.publish(5, other)
     host = EvaluatorHost(folder, recipe, store)
-    (before,) = host.evaluate(0, 6, 2)
+
+    def evaluate(version: int) -> list:
+        host.evaluate(17, version, 6, 2)
+        while not (done := host.pump()):
+            assert (host.busy(), host.num_waiting()) == (True, 1)
+        ((number, found),) = done
+        assert (number, host.busy()) == (17, False)
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    (before,) = evaluate(0)
     assert (before.version, before.num_problems, before.num_rollouts) == (0, 6, 12)
-    (after,) = host.evaluate(5, 6, 2)
+    (after,) = evaluate(5)
     assert (after.version, after.tokens == before.tokens) == (5, False)
 
     host.export(tmp_path / "best")
@@ -409,8 +430,30 @@ def test_the_host_evaluates_the_version_it_is_asked_for(folder: Path, tmp_path: 
     store.publish(6, first)
     store.publish(7, first)
     with pytest.raises(WeightsError, match="version 0"):
-        host.evaluate(0, 6, 2)
-    assert host.evaluate(5, 6, 2)[0].tokens == after.tokens, "loaded once, kept"
+        evaluate(0)
+    assert evaluate(5)[0].tokens == after.tokens, "loaded once, kept"
+    host.evaluate(18, 5, 6, 2)
+    host.close()
+
+
+async def test_an_evaluator_that_stands_still_is_noticed_and_a_slow_one_is_not(
+    folder: Path, tmp_path: Path
+) -> None:
+    """The first evaluation answers between its slices; then the process is stopped."""
+    recipe = recipe_from_table({"model": str(folder), "eval": {"timeout_s": 60.0}})
+    store = FileWeightStore(tmp_path, keep=1)
+    store.publish(0, dict(load_model(folder).named_parameters()))
+    evaluator = await EvaluatorProcess.start(folder, recipe, store)
+    try:
+        (found,) = await evaluator.evaluate(0, 4)
+        assert found.num_problems == 4
+        hung = EvaluatorProcess(evaluator.worker, k=1, timeout_s=0.2)
+        os.kill(evaluator.worker.pid, signal.SIGSTOP)
+        with pytest.raises(WorkerError, match=r"evaluator process .* did not answer 'num_waiting'"):
+            await hung.evaluate(0, 4)
+    finally:
+        os.kill(evaluator.worker.pid, signal.SIGCONT)
+        await evaluator.close()
 
 
 def test_an_evaluation_repeats_itself_and_seeds_differ(folder: Path) -> None:

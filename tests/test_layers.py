@@ -104,7 +104,7 @@ FORBIDDEN: dict[int, frozenset[str]] = {
 
 EXPORTS: dict[str, str] = {
     "estr.advantages": "group_advantages is_zero_variance",
-    "estr.api": "train resume_run export read_recipe",
+    "estr.api": "train resume_run export export_adapter read_recipe",
     "estr.batch": "Batch make_batches scatter_back",
     "estr.config": "Recipe load_recipe recipe_from_table correction_options read_options",
     "estr.corrections": "TokenColumns Verdict Correction CORRECTIONS build_correction",

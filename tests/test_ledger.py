@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,11 +21,20 @@ from estr.ledger import (
     missing_parts,
     open_ledger,
     parts_up_to,
+    read_step,
     supersede_after,
+    target_versions,
 )
 from estr.ledger import writer as writer_module
-from estr.ledger.parts import part_path, write_step
-from estr.ledger.schema import SCHEMA_VERSION, SCHEMAS, TOKENS, StepRecord, tokens_table
+from estr.ledger.parts import part_path, write_steps
+from estr.ledger.schema import (
+    SCHEMA_VERSION,
+    SCHEMAS,
+    TOKENS,
+    StepRecord,
+    tokens_table,
+    trajectories_table,
+)
 from estr.types import COLUMNS, Consumption, RolloutId, Segment
 from ledger_cases import (
     PROMPT,
@@ -33,6 +43,7 @@ from ledger_cases import (
     record,
     trajectory,
     write_random_ledger,
+    write_step,
 )
 
 # -- rows ---------------------------------------------------------------------------------------
@@ -101,7 +112,7 @@ def test_null_is_what_was_never_computed_and_nan_what_came_out() -> None:
         (with_gini, consumption(with_gini, [0.0], proximal=[-2.0])),
         (failed, consumption(failed, [0.0], advantage=None)),
     ]
-    table = tokens_table(record(1, pairs)).slice(2)
+    table = tokens_table([record(1, pairs)]).slice(2)
     names = ("behavior_gini", "policy_logprobs", "proximal_logprobs", "kept", "clipped")
     assert rows(table, *names)[0] == (0.5, -1.0, -2.0, True, False)
     assert rows(table, *names)[3] == (None, None, None, None, None)
@@ -119,14 +130,14 @@ def test_positions_run_through_segments() -> None:
         (empty, nothing_consumed()),
         (own, consumption(own, [2.0, 3.0])),
     ]
-    table = tokens_table(record(1, pairs))
+    table = tokens_table([record(1, pairs)])
     assert table["segment"].to_pylist() == [0, 0, 0, 1, 2, 2, 2] * 2
     assert table["position"].to_pylist() == [0, 1, 2, 3, 4, 5, 6] * 2
     assert table["trajectory"].to_pylist() == [0] * 7 + [2] * 7
     trained = table.filter(table["kept"].is_valid())
     assert trained["position"].to_pylist() == [2, 6, 2, 6]
     assert trained["policy_logprobs"].to_pylist() == [-1.0, 0.0, 1.0, 2.0]
-    assert len(tokens_table(record(1, [(empty, nothing_consumed())]))) == 0
+    assert len(tokens_table([record(1, [(empty, nothing_consumed())])])) == 0
 
 
 def nothing_consumed() -> Consumption:
@@ -140,7 +151,7 @@ def test_a_column_of_another_length_is_refused() -> None:
     made = consumption(own, [0.0])
     short = replace(made, policy_logprobs=made.policy_logprobs[:-1])
     with pytest.raises(ValueError, match="2 entries for 3 tokens"):
-        tokens_table(record(1, [(own, short)]))
+        tokens_table([record(1, [(own, short)])])
 
 
 # -- parts --------------------------------------------------------------------------------------
@@ -178,6 +189,34 @@ def test_torn_parts_are_named_and_left_out(tmp_path: Path) -> None:
     assert [
         line.split()[2] for line in missing_parts(tmp_path, [*names, "tokens/00000009.parquet"])
     ] == ["tokens/00000002.parquet", "tokens/00000009.parquet"]
+
+
+def test_a_part_of_several_steps_gives_each_of_them_back(tmp_path: Path) -> None:
+    records = [random_record(step) for step in range(7, 12)]
+    write_steps(tmp_path, records)
+    write_step(tmp_path, random_record(12))
+    assert find_parts(tmp_path).steps == [7, 8, 9, 10, 11, 12]
+    for one in (*records, random_record(12)):
+        found = read_step(tmp_path, one.step)
+        assert tokens_table([found]).equals(tokens_table([one]))
+        assert trajectories_table([found]).equals(trajectories_table([one]))
+    assert target_versions(tmp_path) == {step: step - 1 for step in range(7, 13)}
+    with pytest.raises(ValueError, match=r"follow each other, not \[13, 15\]"):
+        write_steps(tmp_path, [random_record(13), random_record(15)])
+
+
+def test_a_torn_part_takes_its_steps_with_it_and_none_is_seen_twice(tmp_path: Path) -> None:
+    write_steps(tmp_path, [random_record(step) for step in (1, 2, 3)])
+    write_steps(tmp_path, [random_record(step) for step in (4, 5)])
+    part_path(tmp_path, "trajectories", 4, 5).unlink()
+    write_steps(tmp_path, [random_record(step) for step in (3, 4)])
+    parts = find_parts(tmp_path)
+    assert parts.steps == [1, 2, 3]
+    assert [line.partition(" of ")[0] for line in parts.torn] == ["steps 3 to 4", "steps 4 to 5"]
+    assert "another part ends at step 3" in parts.torn[0]
+    assert "torn" in parts.torn[1]
+    assert open_ledger(tmp_path).query("select count(*) from trajectories").rows == [(24,)]
+    assert supersede_after(tmp_path, 3) == 2
 
 
 def test_what_comes_after_a_resume_replaces_what_came_before(tmp_path: Path) -> None:
@@ -294,20 +333,51 @@ async def test_the_writer_gives_a_checkpoint_its_parts(tmp_path: Path) -> None:
     assert '"tau": 0.5' in settings.rows[0][2]
 
 
-async def test_small_steps_wait_for_each_other(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(writer_module, "BURST_TOKENS", 2 * random_record_tokens())
+async def test_small_steps_become_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     own = writer(tmp_path)
+    num_tokens = [sum(t.num_tokens for t in random_record(s).trajectories) for s in (1, 2)]
+    monkeypatch.setattr(writer_module, "BURST_TOKENS", sum(num_tokens))
     await put(own, 1)
     assert not (tmp_path / "ledger").exists()
+    for step in (2, 3):
+        await put(own, step)
     await own.close()
-    assert find_parts(tmp_path).steps == [1]
+    assert find_parts(tmp_path).whole == [(1, 2), (3, 3)]
 
 
-def random_record_tokens() -> int:
-    """The most that a step of `random_record` may hold, which is more than step 1 does."""
-    return 2 * 4 * (2 + 8)
+async def test_a_step_that_has_waited_is_written_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = writer(tmp_path)
+    await put(own, 1)
+    monkeypatch.setattr(writer_module, "BURST_S", 0.0)
+    await put(own, 2)
+    monkeypatch.setattr(writer_module, "BURST_S", 3600.0)
+    await put(own, 3)
+    await own.close()
+    assert find_parts(tmp_path).whole == [(1, 2), (3, 3)]
+
+
+async def test_a_checkpoint_ends_the_burst_so_a_resume_parts_no_part(tmp_path: Path) -> None:
+    """Steps 1 to 3 are counted by the checkpoint; a kill loses 6, a resume sets 4 and 5 aside."""
+    own = writer(tmp_path)
+    for step in (1, 2, 3):
+        await put(own, step)
+    names = await own.sync(3)
+    assert names == ["tokens/00000001-00000003.parquet", "trajectories/00000001-00000003.parquet"]
+    for step in (4, 5):
+        await put(own, step)
+    await own.close()
+    await put(own, 6)
+    assert find_parts(tmp_path).steps == [1, 2, 3, 4, 5]
+    assert missing_parts(tmp_path, names) == []
+    assert supersede_after(tmp_path, 3) == 2
+    again = writer(tmp_path)
+    for step in (4, 5, 6):
+        await put(again, step)
+    await again.close()
+    found = open_ledger(tmp_path).query("select step, count(*) from trajectories group by 1")
+    assert sorted(found.rows) == [(step, 8) for step in range(1, 7)]
 
 
 @pytest.fixture
@@ -315,12 +385,12 @@ def gate(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Every step is a burst of its own, and none is written before the gate is opened."""
     opened = threading.Event()
 
-    def slow(folder: Path, one: StepRecord) -> list[Path]:
+    def slow(folder: Path, records: Sequence[StepRecord]) -> list[Path]:
         assert opened.wait(30)
-        return write_step(folder, one)
+        return write_steps(folder, records)
 
     monkeypatch.setattr(writer_module, "BURST_TOKENS", 1)
-    monkeypatch.setattr(writer_module, "write_step", slow)
+    monkeypatch.setattr(writer_module, "write_steps", slow)
     return opened
 
 

@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from estr.cli.runs import diff
 from estr.config import load_recipe
 from estr.errors import CheckpointError, ConfigError
 from estr.metrics import read_metrics
 from estr.run import train
-from estr.runs import first_difference, verify_run
+from estr.runs import first_difference, verify_run, where_one_ends
 from estr.schedule import ENGINE_FILE, LOOP_FILE, read_lineage
 
 ROOT = Path(__file__).parents[1]
@@ -87,6 +89,27 @@ def test_a_run_differs_from_one_with_another_seed_and_says_where(
     found = first_difference(recorded, tmp_path / "other")
     assert found is not None
     assert found.startswith("recipes: ")
+
+
+def test_a_prefix_is_not_called_the_same(recorded: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("config.toml", LOOP_FILE, ENGINE_FILE):
+        (copy / name).write_bytes((recorded / name).read_bytes())
+    assert where_one_ends(recorded, copy) is None
+    assert CliRunner().invoke(diff, [str(recorded), str(copy)]).output.startswith("the same")
+    lines = (copy / LOOP_FILE).read_text().splitlines(keepends=True)
+    place = next(i for i, line in enumerate(lines) if '"event":"step","step":3' in line)
+    (copy / LOOP_FILE).write_text("".join(lines[: place + 1]))
+    assert first_difference(recorded, copy) is None
+    expected = f"{copy} is a prefix of {recorded}: it ends after step 3 with step (step 3"
+    for pair in ((recorded, copy), (copy, recorded)):
+        found = where_one_ends(*pair)
+        assert found is not None
+        assert found.startswith(expected)
+        assert found.endswith(f"; {recorded} goes on to step 8")
+        result = CliRunner().invoke(diff, [str(run) for run in pair])
+        assert (result.output, result.exit_code) == (found + "\n", 0)
 
 
 def test_first_difference_names_the_first_event(recorded: Path, tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from estr.cli import cli
 from estr.config import correction_entries, recipe_from_table
 from estr.errors import ConfigError, DataError
 from estr.ledger import open_ledger, read_step
-from estr.ledger.parts import part_path, write_step
+from estr.ledger.parts import part_path
 from estr.ledger.schema import StepRecord, described, tokens_table, trajectories_table
 from estr.models import load_model, save_model
 from estr.replay import OWN, replay_corrections, replay_gradients
@@ -29,7 +29,7 @@ from estr.run_folder import RunFolder
 from estr.trainer import Trainer
 from estr.types import RolloutId, Segment
 from estr.weights import MemoryWeightStore
-from ledger_cases import consumption, random_record, record, trajectory
+from ledger_cases import consumption, random_record, record, trajectory, write_step
 from tiny import draw_groups
 
 STEPS = 3
@@ -117,8 +117,8 @@ def test_a_step_is_read_as_it_was_written(tmp_path: Path) -> None:
     )
     write_step(tmp_path, written)
     found = read_step(tmp_path, 4)
-    assert tokens_table(found).equals(tokens_table(written))
-    assert trajectories_table(found).equals(trajectories_table(written))
+    assert tokens_table([found]).equals(tokens_table([written]))
+    assert trajectories_table([found]).equals(trajectories_table([written]))
     assert [len(s) for s in found.trajectories[0].segments] == [len(s) for s in first.segments]
     assert found.trajectories[0].segments[0].behavior_gini is not None
     assert found.trajectories[2].segments[0].behavior_gini is None

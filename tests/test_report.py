@@ -13,7 +13,7 @@ import pytest
 
 from estr.errors import DataError
 from estr.ledger import open_ledger
-from estr.ledger.parts import part_path, write_step
+from estr.ledger.parts import part_path
 from estr.report import Budget, build_report, render
 from estr.report.curves import (
     SERIES,
@@ -27,7 +27,7 @@ from estr.report.microscope import CLIPPED, KEPT, SAMPLED, TRAINED
 from estr.report.texts import TokenTexts
 from estr.report.token_facts import TokenFacts, prepare, token_facts
 from estr.types import RolloutId
-from ledger_cases import consumption, record, trajectory, write_random_ledger
+from ledger_cases import consumption, record, trajectory, write_random_ledger, write_step
 from report_cases import METRICS, finish, highest_score, make_run, save_tokenizer, unpacked
 
 BUDGET = Budget(trajectories=1000, tokens=1_000_000)

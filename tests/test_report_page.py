@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from estr.ledger.parts import write_step
 from estr.report import Budget, write_report
 from estr.types import RolloutId, Segment, Turn
-from ledger_cases import consumption, record, trajectory, write_random_ledger
+from ledger_cases import consumption, record, trajectory, write_random_ledger, write_step
 from report_cases import evil_run, finish, highest_score, make_run, save_tokenizer
 
 CHROMIUM = shutil.which("chromium")

@@ -105,7 +105,9 @@ def test_the_ledger_says_what_the_metrics_say(finished: Path) -> None:
     assert ledger.query(again).rows == []
     _, state, _ = Checkpoints(finished / "checkpoints").newest()
     assert state["ledger_parts"] == parts_up_to(finished, 8)
-    assert len(state["ledger_parts"]) == 16
+    parts = find_parts(finished)
+    assert parts.steps == list(range(1, 9))
+    assert len(state["ledger_parts"]) == 2 * len(parts.whole) < 16
 
 
 def test_weights_move_and_memory_is_given_back(finished: Path) -> None:

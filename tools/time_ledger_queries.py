@@ -22,7 +22,7 @@ import numpy as np
 import pyarrow as pa
 
 from estr.ledger import open_ledger, shipped_queries
-from estr.ledger.parts import write_tables
+from estr.ledger.parts import Part, write_tables
 from estr.ledger.schema import TOKENS, TRAJECTORIES, described
 
 LENGTH, PROMPT, PER_STEP, GROUP_SIZE = 200, 50, 500, 10
@@ -103,7 +103,7 @@ def main() -> None:
                 "tokens": tokens_of_a_step(step, drawn[step % len(drawn)]),
                 "trajectories": trajectories_of_a_step(step),
             }
-            write_tables(options.folder, step, tables)
+            write_tables(options.folder, Part(step, step), tables)
     if options.make:
         return
     spent: dict[str, tuple[float, float]] = {}

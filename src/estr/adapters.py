@@ -10,8 +10,10 @@ Source: Hu et al., "LoRA: Low-rank adaptation of large language models" (arXiv 2
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,16 +41,9 @@ def add_adapters(model: nn.Module, options: LoraOptions, *, seed: int) -> None:
     Raises ConfigError where peft is absent or finds no layer of the names in lora.targets.
     """
     require_peft()
-    from peft import LoraConfig, inject_adapter_in_model
+    from peft import inject_adapter_in_model
 
-    config = LoraConfig(
-        r=options.rank,
-        lora_alpha=options.alpha,
-        target_modules=list(options.targets) or "all-linear",
-        lora_dropout=0.0,  # the policy's log-probs must be those of the policy
-        bias="none",
-        task_type="CAUSAL_LM",
-    )
+    config = _config(options)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         try:
@@ -58,6 +53,42 @@ def add_adapters(model: nn.Module, options: LoraOptions, *, seed: int) -> None:
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.float()
+
+
+def _config(options: LoraOptions) -> Any:
+    from peft import LoraConfig
+
+    return LoraConfig(
+        r=options.rank,
+        lora_alpha=options.alpha,
+        target_modules=list(options.targets) or "all-linear",
+        lora_dropout=0.0,  # the policy's log-probs must be those of the policy
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def save_adapter(
+    state: Mapping[str, Tensor], options: LoraOptions, *, base: Path, folder: Path
+) -> None:
+    """Adapters, as a checkpoint keeps them (`Parameters.saved`), as
+    peft's own folder, which `PeftModel.from_pretrained(model, folder)` puts beside the weights of
+    the model in `base`. Raises OSError where it cannot be written.
+    """
+    require_peft()
+    from safetensors.torch import save_file
+
+    layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in state}
+    config = _config(dataclasses.replace(options, targets=tuple(sorted(layers))))
+    config.base_model_name_or_path = str(base.absolute())
+    config.inference_mode = True
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    tensors = {
+        f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}": tensor.contiguous()
+        for name, tensor in state.items()
+    }
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
 def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:

@@ -14,6 +14,7 @@ in a file, not in the script or the notebook itself.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -114,9 +115,7 @@ def export(
     from .models import load_model, load_tokenizer, save_model
     from .subject import stamp_version
 
-    folder = Path(dest)
-    if folder.exists() or folder.is_symlink():
-        raise ConfigError(f"{folder} exists already; export to a new folder, or remove that one")
+    folder = _new_folder(dest)
     subject = find_subject(source, weights=which, runs=Path(runs))
     model = load_model(subject.folder, dtype=dtype)
     if subject.version is not None:
@@ -125,4 +124,54 @@ def export(
         save_model(model, load_tokenizer(subject.folder), folder)
     except OSError as error:
         raise DataError(f"cannot write {folder}: {error.strerror}") from error
+    return folder
+
+
+def export_adapter(
+    run: str | os.PathLike[str],
+    dest: str | os.PathLike[str],
+    *,
+    which: WhichWeights = "best",
+    runs: str | os.PathLike[str] = "runs",
+) -> Path:
+    """The adapters of a run with lora.rank above 0 as a new folder `dest` of peft's own kind, which
+    `peft.PeftModel.from_pretrained` puts beside the weights of the model that the run started from.
+
+    They are taken out of the checkpoint of that version. Returns `dest`. Raises ConfigError where
+    there is something already or the run has no adapters, DataError where no checkpoint has them.
+    """
+    from safetensors.torch import load_file
+
+    from .adapters import save_adapter
+    from .replay.gradients import weights_there
+    from .subject import model_folder
+
+    folder = _new_folder(dest)
+    subject = find_subject(run, weights=which, runs=Path(runs))
+    recipe = subject.recipe
+    if subject.run is None or recipe.lora.rank == 0:
+        raise ConfigError(f"{os.fspath(run)} has no adapters: it is no run with lora.rank above 0")
+    there = {v: path for v, path in weights_there(subject.run).items() if path is not None}
+    if subject.version not in there:
+        held = ", ".join(map(str, sorted(there))) or "none"
+        raise DataError(
+            f"the {which} weights of {subject.run.path} are version {subject.version}, and its "
+            f"checkpoints hold {held}; take --which last, or train with a larger checkpoint.keep"
+        )
+    state = load_file(there[subject.version] / "model.safetensors")
+    aside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    try:
+        save_adapter(state, recipe.lora, base=model_folder(recipe), folder=aside)
+        aside.rename(folder)
+    except OSError as error:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise DataError(f"cannot write {folder}: {error.strerror}") from error
+    return folder
+
+
+def _new_folder(dest: str | os.PathLike[str]) -> Path:
+    """Where an export goes. Raises ConfigError where there is something already."""
+    folder = Path(dest)
+    if folder.exists() or folder.is_symlink():
+        raise ConfigError(f"{folder} exists already; export to a new folder, or remove that one")
     return folder

@@ -221,6 +221,9 @@ def comparison_lines(comparison: Comparison) -> Iterator[tuple[str, str]]:
         yield "one point", f"a difference of 0.01 needs about {needed:,} such problems to show"
 
 
+_STARTING = "starting engine, trainer and evaluator"
+
+
 class PlainReporter:
     """Lines for files and pipes: ASCII but for what others wrote, no control characters."""
 
@@ -231,11 +234,13 @@ class PlainReporter:
         self._progress: RunProgress | None = None
 
     def __enter__(self) -> Self:
-        self._say("starting engine, trainer and evaluator")
         return self
 
     def __exit__(self, *error: object) -> None:
         pass
+
+    def starting(self) -> None:
+        self._say(_STARTING)
 
     def started(self, recipe: Recipe, folder: RunFolder, first_step: int) -> None:
         self._progress = _progress(recipe, folder, first_step)
@@ -284,15 +289,17 @@ class LiveReporter:
         self._progress: RunProgress | None = None
         self._rollout: Text | None = None
         self._rollout_at = -math.inf
-        self._spinner = Spinner("line", "starting engine, trainer and evaluator")
+        self._spinner = Spinner("line", _STARTING)
 
     def __enter__(self) -> Self:
         self._live.start()
-        self._live.update(self._spinner)
         return self
 
     def __exit__(self, *error: object) -> None:
         self._live.stop()
+
+    def starting(self) -> None:
+        self._live.update(self._spinner)
 
     def started(self, recipe: Recipe, folder: RunFolder, first_step: int) -> None:
         self._progress = _progress(recipe, folder, first_step)

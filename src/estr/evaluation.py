@@ -19,13 +19,14 @@ import dataclasses
 import json
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from . import blocking
 from .config import Recipe
 from .environment import Task
-from .errors import ConfigError, EngineError, WeightsError
+from .errors import ConfigError, EngineError, EstrError, WeightsError
 from .evaluation_records import (
     RolloutFile,
     RolloutRecord,
@@ -49,12 +50,16 @@ from .subject import (
 )
 from .types import RolloutId, Trajectory
 from .weights import WeightStore
+from .worker import portable
 
 EVALUATION_RUNS = 1 << 63
 """Added to the seed in the names of evaluation rollouts. A training run is named by its seed, which
 is smaller, so no evaluation ever draws a training rollout's random numbers."""
 
 _MAX_K = 1 << 16
+
+_SLICE_S = 0.2
+"""So long the host evaluates between two looks for messages."""
 
 
 async def evaluate(
@@ -339,7 +344,10 @@ def _first_problems(setting: RolloutSetting, num_problems: int) -> range:
 
 
 class EvaluatorHost:
-    """What runs inside the evaluator process: an engine of its own on the model in `folder`."""
+    """What runs inside the evaluator process: an engine of its own on the model in `folder`. It
+    evaluates in slices between messages, so that it can be asked whether it still lives."""
+
+    deferred = ("evaluate",)
 
     def __init__(self, folder: Path, recipe: Recipe, store: WeightStore) -> None:
         from .models import load_model
@@ -351,11 +359,42 @@ class EvaluatorHost:
         self._settings = build_settings(
             self._model, folder, recipe, version=-1, temperature=recipe.eval.temperature
         )
+        self._runner = asyncio.Runner()
+        self._waiting: deque[tuple[int, int, int, int]] = deque()
+        self._task: asyncio.Task[list[EvalResult]] | None = None
 
-    def evaluate(self, version: int, num_problems: int, k: int) -> list[EvalResult]:
-        """Load that version and evaluate it on each task, one after the other. Raises WeightsError
-        if the store no longer has it."""
-        return asyncio.run(self._evaluate(version, num_problems, k))
+    def evaluate(self, number: int, version: int, num_problems: int, k: int) -> None:
+        """Load that version and evaluate it on each task, one after the other. WeightsError if the
+        store no longer has it."""
+        self._waiting.append((number, version, num_problems, k))
+
+    def num_waiting(self) -> int:
+        """Evaluations that are not done."""
+        return len(self._waiting)
+
+    def busy(self) -> bool:
+        """Is there an evaluation to go on with?"""
+        return bool(self._waiting)
+
+    def pump(self) -> list[tuple[int, list[EvalResult] | EstrError]]:
+        """Go on for a moment; (number, what came of it) of an evaluation that is done."""
+        return self._runner.run(self._go_on())
+
+    async def _go_on(self) -> list[tuple[int, list[EvalResult] | EstrError]]:
+        number, *asked = self._waiting[0]
+        if self._task is None:
+            self._task = asyncio.create_task(self._evaluate(*asked))
+        task = self._task
+        if not (await asyncio.wait([task], timeout=_SLICE_S))[0]:
+            return []
+        self._task = None
+        self._waiting.popleft()
+        error = task.exception()
+        return [(number, task.result() if error is None else portable(error))]
+
+    def close(self) -> None:
+        """Give up what is not done."""
+        self._runner.close()
 
     async def _evaluate(self, version: int, num_problems: int, k: int) -> list[EvalResult]:
         engine = self._settings[0].engine

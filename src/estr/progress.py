@@ -16,6 +16,10 @@ Row = Mapping[str, float | None]
 class Reporter(Protocol):
     """Called from the loop; must return at once and never raise."""
 
+    def starting(self) -> None:
+        """Everything that can be refused has been looked at; the processes are being started."""
+        ...
+
     def started(self, recipe: Recipe, folder: RunFolder, first_step: int) -> None:
         """Training begins (first_step > 0: goes on from a checkpoint)."""
         ...
@@ -43,6 +47,9 @@ class Reporter(Protocol):
 
 class SilentReporter:
     """Says nothing."""
+
+    def starting(self) -> None:
+        pass
 
     def started(self, recipe: Recipe, folder: RunFolder, first_step: int) -> None:
         pass

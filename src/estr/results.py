@@ -26,13 +26,14 @@ class HeldOut:
     """One held-out evaluation of a run.
 
     step, version: optimizer steps made by then, and the version of the weights. accuracy: share of
-    solved rollouts. interval: 95 %, bootstrap over problems. num_problems: how many were played.
+    solved rollouts. interval: 95 %, bootstrap over problems; None: the run did not write it down.
+    num_problems: how many were played.
     """
 
     step: int
     version: int
     accuracy: float
-    interval: tuple[float, float]
+    interval: tuple[float, float] | None
     num_problems: int
 
 
@@ -105,17 +106,22 @@ def read_run(source: str | os.PathLike[str], *, runs: Path = Path("runs")) -> Tr
         before=found[0] if found else None,
         after=found[-1] if found else None,
         # Evaluations differ in size, so the best one is that of the highest lower end.
-        best=max(found, key=lambda entry: entry.interval[0], default=None),
+        best=max(found, key=_lower_end, default=None),
         metrics=_numbers(steps[-1]) if steps else {},
     )
 
 
+def _lower_end(found: HeldOut) -> float:
+    return found.accuracy if found.interval is None else found.interval[0]
+
+
 def _accuracy(row: Mapping[str, Any]) -> HeldOut:
+    low, high = row.get("eval/accuracy_low"), row.get("eval/accuracy_high")
     return HeldOut(
         step=int(row["step"]),
         version=int(row["version"]),
         accuracy=float(row["eval/accuracy"]),
-        interval=(float(row["eval/accuracy_low"]), float(row["eval/accuracy_high"])),
+        interval=None if low is None or high is None else (float(low), float(high)),
         num_problems=int(row["eval/problems"]),
     )
 

@@ -216,6 +216,7 @@ async def _train(
         also = _logs(recipe, folder)
         for log in also:
             stack.callback(log.close)
+        reporter.starting()
         processes = await _Processes.start(model, recipe, store, folder, replay)
         try:
             settings = [

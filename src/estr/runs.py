@@ -2,6 +2,7 @@
 
 verify_run("runs/a")             -> Verdict    every group consumed exactly once, nothing jumps
 first_difference("a", "b")       -> str | None the first event at which two runs part
+where_one_ends("a", "b")         -> str | None where the shorter of two such runs ends
 """
 
 from __future__ import annotations
@@ -214,6 +215,26 @@ def first_difference(a: str | Path, b: str | Path) -> str | None:
                 if one != two:
                     return f"{file}: {describe(one)} here, {describe(two)} there"
     return None
+
+
+def where_one_ends(a: str | Path, b: str | Path) -> str | None:
+    """Of two runs without a `first_difference`: which one is a prefix of the other, and where it
+    ends, in words; None: they are equally long."""
+    steps, events = [], []
+    for run in (a, b):
+        loop = read_run_events(RunFolder.open(run).path / LOOP_FILE)
+        steps.append(len(_of(loop, "step")))
+        events.append([e for e in loop if e["event"] in SEQUENCED or e["event"] == "step"])
+    lengths = [len(own) for own in events]
+    if lengths[0] == lengths[1]:
+        return None
+    short, long = (0, 1) if lengths[0] < lengths[1] else (1, 0)
+    names = (str(a), str(b))
+    last = f" with {describe(events[short][-1])}" if events[short] else ""
+    return (
+        f"{names[short]} is a prefix of {names[long]}: it ends after step {steps[short]}{last}; "
+        f"{names[long]} goes on to step {steps[long]}"
+    )
 
 
 def _loop_streams(events: Sequence[Event]) -> Iterator[list[Event]]:

@@ -126,7 +126,9 @@ def model_folder(recipe: Recipe, tell: Callable[[str], None] = lambda line: None
 
     setting = parse_warm_start(recipe.model)
     return (
-        resolve_model(recipe.model) if setting is None else warm_start(recipe.task, setting, tell)
+        resolve_model(recipe.model, tell)
+        if setting is None
+        else warm_start(recipe.task, setting, tell)
     )
 
 

@@ -3,16 +3,16 @@
 `ratio` is the CPU time of everything that the ledger needs (the columns that the trainer hands
 back, and the writing) over that of the trainer's steps on the same groups, one thread each, for the
 built-in model, the smallest and so the worst case. `tokens_per_s`: tokens, read and written, from
-Trajectory objects to renamed files, at two sizes of step.
+Trajectory objects to renamed files, at two sizes of step. Steps are written in bursts, as
+`estr.ledger.LedgerWriter` does, and no two steps hold the same tokens.
 """
 
 from __future__ import annotations
 
-import math
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 from .. import trainer as trainer_module
-from ..buffer import TrainingGroup
+from ..buffer import StepResult, TrainingGroup
 from ..config import recipe_from_table
-from ..ledger.parts import write_step
+from ..ledger.parts import write_steps
 from ..ledger.schema import StepRecord, described
 from ..ledger.writer import BURST_TOKENS
 from ..models import load_model, resolve_model
@@ -48,7 +48,7 @@ def run(quick: bool = False) -> dict[str, Any]:
         "name": "ledger",
         "ratio": (beside["columns_cpu_s"] + beside["writing_cpu_s"]) / beside["trainer_cpu_s"],
         "sides": {"beside_the_trainer": beside}
-        | {name: _alone(length, steps=2 if quick else 8) for name, length in sizes.items()},
+        | {name: _alone(length, bursts=2 if quick else 8) for name, length in sizes.items()},
         "quick": quick,
         "machine": machine(),
     }
@@ -59,9 +59,8 @@ def _beside_the_trainer(bursts: int) -> dict[str, float]:
     drawn, as in a step of the calculator."""
     recipe = recipe_from_table({"groups_per_step": _GROUPS, "trainer": {"lr": 1e-9}})
     trainer = Trainer(load_model(resolve_model("builtin")), recipe, MemoryWeightStore(keep=1))
-    groups = _groups(np.random.default_rng(0), prompt=20, longest=40, vocab_size=24)
-    num_tokens = sum(t.num_tokens for g in groups for t in g.trajectories)
-    burst = math.ceil(BURST_TOKENS / num_tokens)
+    rng = np.random.default_rng(0)
+    steps = list(_until_burst(lambda: _groups(rng, prompt=20, longest=40, vocab_size=24)))
     correction = described(recipe.correction)
     seconds: dict[str, list[float]] = {"trainer": [], "columns": [], "writing": []}
     with (
@@ -71,54 +70,82 @@ def _beside_the_trainer(bursts: int) -> dict[str, float]:
         for number in range(bursts + 1):
             spent_s[_COLUMNS] = 0.0
             start = time.process_time()
-            results = [trainer.train([groups])[0] for _ in range(burst)]
+            results = [trainer.train([groups])[0] for groups in steps]
             trained = time.process_time()
-            for result in results:
-                _write(Path(folder), groups, result, correction)
+            write_steps(
+                Path(folder),
+                [_record(g, r, correction) for g, r in zip(steps, results, strict=True)],
+            )
             if number:  # the first one warms up
                 seconds["writing"].append(time.process_time() - trained)
                 seconds["columns"].append(spent_s[_COLUMNS])
                 seconds["trainer"].append(trained - start - spent_s[_COLUMNS])
     medians = {f"{name}_cpu_s": statistics.median(values) for name, values in seconds.items()}
-    return {**medians, "tokens_of_a_step": num_tokens, "steps": burst, "bursts": bursts}
+    num_tokens = sum(map(_num_tokens, steps))
+    return {
+        **medians,
+        "tokens_of_a_step": num_tokens / len(steps),
+        "steps": len(steps),
+        "bursts": bursts,
+    }
 
 
-def _write(run_folder: Path, groups: Sequence[TrainingGroup], result: Any, correction: str) -> None:
-    write_step(
-        run_folder,
-        StepRecord(
-            result.step,
-            result.target_version,
-            result.version,
-            [t for g in groups for t in g.trajectories],
-            result.consumptions,
-            correction,
-        ),
+def _until_burst(make: Callable[[], list[TrainingGroup]]) -> Iterator[list[TrainingGroup]]:
+    """The groups of steps, as many as make a burst."""
+    num_tokens = 0
+    while num_tokens < BURST_TOKENS:
+        groups = make()
+        num_tokens += _num_tokens(groups)
+        yield groups
+
+
+def _members(groups: Sequence[TrainingGroup]) -> list[Trajectory]:
+    return [t for g in groups for t in g.trajectories]
+
+
+def _num_tokens(groups: Sequence[TrainingGroup]) -> int:
+    return sum(t.num_tokens for t in _members(groups))
+
+
+def _record(groups: Sequence[TrainingGroup], result: StepResult, correction: str) -> StepRecord:
+    return StepRecord(
+        result.step,
+        result.target_version,
+        result.version,
+        _members(groups),
+        result.consumptions,
+        correction,
     )
 
 
-def _alone(longest: int, steps: int) -> dict[str, float]:
+def _alone(longest: int, bursts: int) -> dict[str, float]:
     """Writing alone: tokens/s of one core and bytes on disk for each token."""
     rng = np.random.default_rng(0)
+    correction = described([{"name": "estr"}])
+
+    def groups() -> list[TrainingGroup]:
+        return _groups(rng, prompt=longest // 4, longest=longest, vocab_size=50_000)
+
+    spent_s, num_tokens, num_sampled, size, step = 0.0, 0, 0, 0, 0
     with tempfile.TemporaryDirectory() as folder:
-        groups = _groups(rng, prompt=longest // 4, longest=longest, vocab_size=50_000)
-        members = [t for g in groups for t in g.trajectories]
-        advantages = [float(a or 0.0) for g in groups for a in g.advantages]
-        consumptions = [_consumption(t, a, rng) for t, a in zip(members, advantages, strict=True)]
-        record = StepRecord(0, 0, 1, members, consumptions, described([{"name": "estr"}]))
-        write_step(Path(folder) / "warm", record)
-        start = time.process_time()
-        for step in range(1, steps + 1):
-            write_step(Path(folder), record._replace(step=step))
-        spent_s = time.process_time() - start
-        sizes = [p.stat().st_size for p in (Path(folder) / "ledger").glob("*/*.parquet")]
-    num_tokens = steps * sum(t.num_tokens for t in members)
-    num_sampled = steps * sum(t.num_sampled_tokens for t in members)
+        for burst in range(bursts + 1):
+            records = []
+            for members in map(_members, _until_burst(groups)):
+                step += 1
+                made = [_consumption(t, 1.0 if t.reward else -1.0, rng) for t in members]
+                records.append(StepRecord(step, step - 1, step, members, made, correction))
+            start = time.process_time()
+            paths = write_steps(Path(folder), records)
+            if burst:  # the first one warms up
+                spent_s += time.process_time() - start
+                size += sum(path.stat().st_size for path in paths)
+                num_tokens += sum(t.num_tokens for r in records for t in r.trajectories)
+                num_sampled += sum(t.num_sampled_tokens for r in records for t in r.trajectories)
     return {
         "tokens_per_s": num_tokens / spent_s,
         "sampled_tokens_per_s": num_sampled / spent_s,
-        "bytes_a_token": sum(sizes) / num_tokens,
-        "bytes_a_sampled_token": sum(sizes) / num_sampled,
+        "bytes_a_token": size / num_tokens,
+        "bytes_a_sampled_token": size / num_sampled,
     }
 
 

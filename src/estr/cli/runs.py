@@ -63,16 +63,18 @@ def verify(run: str, runs: Path, as_json: bool) -> None:
 def diff(a: str, b: str, runs: Path) -> None:
     """Name the first event at which two runs part.
 
-    Exit code 1 where they do. Of deterministic runs every token and every step of the engine is
+    Exit code 1 where they do; of two runs that are the same as far as both go, the one that ends
+    first is named, and where. Of deterministic runs every token and every step of the engine is
     compared; of others the losses, versions and weights.
 
     \b
     Example:
       estr runs diff once again
     """
-    from ..runs import first_difference
+    from ..runs import first_difference, where_one_ends
 
-    found = first_difference(run_folder(a, runs), run_folder(b, runs))
-    click.echo(found or "the same, event by event")
+    folders = run_folder(a, runs), run_folder(b, runs)
+    found = first_difference(*folders)
+    click.echo(found or where_one_ends(*folders) or "the same, event by event")
     if found:
         sys.exit(1)

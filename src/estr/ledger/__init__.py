@@ -3,7 +3,7 @@ of it, in Parquet files that can be queried.
 
     schema      what the two tables hold, and how trajectories become rows
     parts       the files: written aside, renamed, never changed; superseded ones hidden
-    writer      one step at a time, beside the training
+    writer      bursts of steps, beside the training
     records     a step read again, as the trainer had it
     reader      the files as tables of DuckDB, with views.sql on top
     queries/    shipped questions, one SQL file each

@@ -1,18 +1,20 @@
-"""The parts of a ledger on disk: one pair of Parquet files for each optimizer step.
+"""The parts of a ledger on disk: one pair of Parquet files for each burst of optimizer steps.
 
     runs/NAME/ledger/
-        tokens/00000001.parquet           written aside (.parquet.writing), then renamed;
-        trajectories/00000001.parquet     the trajectories last: they complete the step
-        .../00000009.parquet.superseded   what a run that was resumed from step 8 had beyond it
+        tokens/00000001-00000009.parquet  written aside (.parquet.writing), then renamed;
+        trajectories/...                  the trajectories last: they complete the steps
+        .../00000010.parquet              a burst of one step
+        .../00000011.parquet.superseded   what a run that was resumed from step 10 had beyond it
 
 No reader sees anything but *.parquet, and a step exists exactly when both of its parts are whole.
+A checkpoint ends the burst, so no part reaches across one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -56,30 +58,49 @@ _FORMATS: dict[str, dict[str, Any]] = {
 }
 
 
-def part_path(run_folder: Path, table: str, step: int) -> Path:
-    """Where the part of a table ("trajectories" or "tokens") and a step lies."""
-    return run_folder / "ledger" / table / f"{step:08d}.parquet"
+class Part(NamedTuple):
+    """The steps that one pair of files holds, from the first to the last."""
+
+    first: int
+    last: int
+
+    @property
+    def named(self) -> str:
+        if self.first == self.last:
+            return f"step {self.first}"
+        return f"steps {self.first} to {self.last}"
 
 
-def write_step(run_folder: Path, record: StepRecord) -> list[Path]:
-    """Write the two parts of a step; returns their paths. They are renamed but not yet synced.
+def part_path(run_folder: Path, table: str, first: int, last: int | None = None) -> Path:
+    """Where the part of a table ("trajectories" or "tokens") with these steps lies; last = None:
+    with this one step."""
+    steps = f"{first:08d}" if last in (None, first) else f"{first:08d}-{last:08d}"
+    return run_folder / "ledger" / table / f"{steps}.parquet"
 
-    Raises DataError where the step is in the ledger already, or a part cannot be written.
+
+def write_steps(run_folder: Path, records: Sequence[StepRecord]) -> list[Path]:
+    """Write steps that follow each other as one pair of parts; returns the paths. They are renamed
+    but not yet synced.
+
+    Raises DataError where the parts are in the ledger already, or one cannot be written.
     """
-    tables = {"tokens": tokens_table(record), "trajectories": trajectories_table(record)}
-    return write_tables(run_folder, record.step, tables)
+    steps = [record.step for record in records]
+    if not steps or steps != list(range(steps[0], steps[0] + len(steps))):
+        raise ValueError(f"a part holds steps that follow each other, not {steps}")
+    tables = {"tokens": tokens_table(records), "trajectories": trajectories_table(records)}
+    return write_tables(run_folder, Part(steps[0], steps[-1]), tables)
 
 
-def write_tables(run_folder: Path, step: int, tables: Mapping[str, pa.Table]) -> list[Path]:
-    """Write tables of SCHEMAS as the parts of a step, in this order; as `write_step`."""
-    paths = [part_path(run_folder, name, step) for name in tables]
+def write_tables(run_folder: Path, part: Part, tables: Mapping[str, pa.Table]) -> list[Path]:
+    """Write tables of SCHEMAS as the parts of these steps, in this order; as `write_steps`."""
+    paths = [part_path(run_folder, name, *part) for name in tables]
     for path, (name, table) in zip(paths, tables.items(), strict=True):
         if path.exists():
             raise DataError(f"{path} exists: a step is written to the ledger once")
         aside = path.with_name(f"{path.name}.writing")
         try:
             aside.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_bytes(_part(name, table))
+            aside.write_bytes(_bytes(name, table))
             aside.rename(path)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -91,7 +112,7 @@ def write_tables(run_folder: Path, step: int, tables: Mapping[str, pa.Table]) ->
     return paths
 
 
-def _part(name: str, table: pa.Table) -> pa.Buffer:
+def _bytes(name: str, table: pa.Table) -> pa.Buffer:
     """The bytes of a part: made in memory, since a part is small and a file would be slower."""
     stream = pa.BufferOutputStream()
     pq.write_table(
@@ -116,12 +137,17 @@ def sync(paths: Iterable[Path]) -> None:
 
 
 class Parts(NamedTuple):
-    """What lies in a ledger. steps: whose parts are both whole, ascending. torn: a line on each
-    step that is not, which readers leave out. older: is a part of an older schema among them?"""
+    """What lies in a ledger. whole: the parts of which both files are, ascending. torn: a line on
+    each that is not, which readers leave out. older: is one of an older schema among them?"""
 
-    steps: list[int]
+    whole: list[Part]
     torn: list[str]
     older: bool
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps in the whole parts, ascending."""
+        return [step for part in self.whole for step in range(part.first, part.last + 1)]
 
 
 def find_parts(run_folder: str | Path) -> Parts:
@@ -130,21 +156,33 @@ def find_parts(run_folder: str | Path) -> Parts:
     folder = Path(run_folder) / "ledger"
     if not folder.is_dir():
         raise DataError(f"{run_folder} has no ledger: no folder {folder} (recipe key ledger)")
-    steps, torn, versions = [], [], set()
-    for step in sorted({step for step, _ in _parts(folder)}):
+    whole: list[Part] = []
+    torn, versions = [], set()
+    for part in sorted({part for part, _ in _parts(folder)}):
         try:
-            found = [_version(part_path(Path(run_folder), table, step)) for table in SCHEMAS]
+            found = [_version(part_path(Path(run_folder), table, *part)) for table in SCHEMAS]
         except (OSError, pa.ArrowInvalid) as error:
-            torn.append(f"step {step} of {folder} is torn and left out: {error}")
+            torn.append(f"{part.named} of {folder}: torn and left out: {error}")
+            continue
+        if whole and part.first <= whole[-1].last:
+            torn.append(
+                f"{part.named} of {folder}: left out, another part ends at step {whole[-1].last}"
+            )
             continue
         versions.update(found)
-        steps.append(step)
+        whole.append(part)
     if versions and max(versions) > SCHEMA_VERSION:
         raise DataError(
             f"{folder} was written by a later estr (schema {max(versions)}, this one reads up to "
             f"{SCHEMA_VERSION}); update estr"
         )
-    return Parts(steps, torn, min(versions, default=SCHEMA_VERSION) < SCHEMA_VERSION)
+    return Parts(whole, torn, min(versions, default=SCHEMA_VERSION) < SCHEMA_VERSION)
+
+
+def find_part(run_folder: str | Path, step: int) -> Part:
+    """The part that is to hold a step; it need not be there, nor whole."""
+    held = {part for part, _ in _parts(Path(run_folder) / "ledger")}
+    return min((p for p in held if p.first <= step <= p.last), default=Part(step, step))
 
 
 def _version(path: Path) -> int:
@@ -155,7 +193,7 @@ def _version(path: Path) -> int:
 def parts_up_to(run_folder: str | Path, step: int) -> list[str]:
     """The names of the parts up to and with a step, oldest first: what a checkpoint keeps."""
     folder = Path(run_folder) / "ledger"
-    found = sorted((number, path) for number, path in _parts(folder) if number <= step)
+    found = sorted((part, path) for part, path in _parts(folder) if part.last <= step)
     return [path.relative_to(folder).as_posix() for _, path in found]
 
 
@@ -178,18 +216,19 @@ def supersede_after(run_folder: str | Path, step: int) -> int:
     for table in SCHEMAS:
         for path in (folder / table).glob("*.parquet.writing"):
             path.unlink()
-    later = [(number, path) for number, path in _parts(folder) if number > step]
+    later = [(part, path) for part, path in _parts(folder) if part.last > step]
     for _, path in later:
         path.rename(_free_name(path))
-    return len({number for number, _ in later})
+    return len({n for part, _ in later for n in range(max(part.first, step + 1), part.last + 1)})
 
 
-def _parts(folder: Path) -> Iterator[tuple[int, Path]]:
-    """(step, path) of every part, whole or not."""
+def _parts(folder: Path) -> Iterator[tuple[Part, Path]]:
+    """(steps, path) of every part, whole or not."""
     for table in SCHEMAS:
         for path in (folder / table).glob("*.parquet"):
-            if path.stem.isdigit():
-                yield int(path.stem), path
+            first, dash, last = path.stem.partition("-")
+            if first.isdigit() and (last.isdigit() or not dash):
+                yield Part(int(first), int(last or first)), path
 
 
 def _free_name(path: Path) -> Path:

@@ -37,7 +37,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Ledger:
-    """An opened ledger. torn: a line on each step that was left out. connection: DuckDB's, in
+    """An opened ledger. torn: a line on what was left out. connection: DuckDB's, in
     memory, for whatever `query` does not do."""
 
     connection: duckdb.DuckDBPyConnection
@@ -74,7 +74,7 @@ def open_ledger(run_folder: str | Path, *, threads: int | None = None) -> Ledger
     import duckdb
 
     parts = find_parts(run_folder)
-    if not parts.steps:
+    if not parts.whole:
         detail = "".join(f"\n  {line}" for line in parts.torn)
         raise DataError(f"the ledger of {run_folder} holds no whole step{detail}")
     config: dict[str, Any] = {"autoinstall_known_extensions": False}
@@ -82,7 +82,7 @@ def open_ledger(run_folder: str | Path, *, threads: int | None = None) -> Ledger
         config["threads"] = threads
     connection = duckdb.connect(config=config)
     for table in SCHEMAS:
-        paths = [part_path(Path(run_folder), table, step) for step in parts.steps]
+        paths = [part_path(Path(run_folder), table, *part) for part in parts.whole]
         _create_view(connection, table, paths, older=parts.older)
     connection.execute(_macros())
     _create_settings(connection)

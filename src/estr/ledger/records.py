@@ -7,7 +7,7 @@ A part of an older schema lacks columns; what they would hold was not computed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from ..errors import DataError
 from ..types import COLUMNS, Consumption, RolloutId, SamplingSettings, Segment, Trajectory, Turn
-from .parts import part_path
+from .parts import find_part, find_parts, part_path
 from .schema import CONSUMED, SCHEMAS, StepRecord
 
 Arrays = Mapping[str, npt.NDArray[Any]]
@@ -32,10 +32,11 @@ def read_step(run_folder: str | Path, step: int) -> StepRecord:
     Raises DataError naming the part where one is absent or torn.
     """
     tables = {}
+    part = find_part(run_folder, step)
     for name in SCHEMAS:
-        path = part_path(Path(run_folder), name, step)
+        path = part_path(Path(run_folder), name, *part)
         try:
-            tables[name] = pq.ParquetFile(path).read(use_threads=False)
+            tables[name] = _rows_of(step, pq.ParquetFile(path).read(use_threads=False))
         except (OSError, pa.ArrowInvalid) as error:
             raise DataError(f"ledger part {path} is absent or torn: {error}") from error
     rows = tables["trajectories"].to_pylist()
@@ -54,6 +55,12 @@ def read_step(run_folder: str | Path, step: int) -> StepRecord:
         rows[0]["correction"],
         rows[0]["aggregation"],
     )
+
+
+def _rows_of(step: int, table: pa.Table) -> pa.Table:
+    """Those of a part's rows, which are in the order of the steps, that are of this one."""
+    first, last = np.searchsorted(table["step"].to_numpy(), [step, step + 1]).tolist()
+    return table.slice(first, last - first)
 
 
 def _arrays(tokens: pa.Table) -> tuple[Arrays, Arrays]:
@@ -116,11 +123,11 @@ def _consumption(
     return Consumption(advantage=row["advantage"], **made)
 
 
-def target_versions(run_folder: str | Path, steps: Sequence[int]) -> dict[int, int]:
-    """The version that the loss of each of these steps was taken at."""
-    found = {}
-    for step in steps:
-        path = part_path(Path(run_folder), "trajectories", step)
-        column = pq.ParquetFile(path).read(columns=["target_version"], use_threads=False)
-        found[step] = column["target_version"][0].as_py()
+def target_versions(run_folder: str | Path) -> dict[int, int]:
+    """The version that the loss of each step of the ledger was taken at, ascending by step."""
+    found: dict[int, int] = {}
+    for part in find_parts(run_folder).whole:
+        path = part_path(Path(run_folder), "trajectories", *part)
+        rows = pq.ParquetFile(path).read(columns=["step", "target_version"], use_threads=False)
+        found |= zip(rows["step"].to_pylist(), rows["target_version"].to_pylist(), strict=True)
     return found

@@ -84,7 +84,8 @@ TOKENS = pa.schema(
 
 SCHEMAS = {"trajectories": TRAJECTORIES, "tokens": TOKENS}
 
-# Columns that stand under these names in Trajectory and in its SamplingSettings.
+# Columns that stand under these names in StepRecord, Trajectory and its SamplingSettings.
+_OF_STEP = ("step", "target_version", "version", "correction", "aggregation")
 _OF_TRAJECTORY = ("task", "problem", "worker", "status", "error", "dispatch_version")
 _OF_SAMPLING = ("temperature", "max_new_tokens", "max_tokens", "stop_token_ids")
 
@@ -120,18 +121,16 @@ def described(correction: Sequence[Table]) -> str:
     return json.dumps(entries)
 
 
-def trajectories_table(record: StepRecord) -> pa.Table:
-    """One row for each trajectory of the step."""
-    trajectories, consumptions = record.trajectories, record.consumptions
-    number = len(trajectories)
-    if len(consumptions) != number:
-        raise ValueError(f"{number} trajectories but {len(consumptions)} consumptions")
+def trajectories_table(records: Sequence[StepRecord]) -> pa.Table:
+    """One row for each trajectory of the steps, in order."""
+    for record in records:
+        if (made := len(record.consumptions)) != (number := len(record.trajectories)):
+            raise ValueError(f"step {record.step}: {number} trajectories but {made} consumptions")
+    trajectories = [t for r in records for t in r.trajectories]
+    consumptions = [c for r in records for c in r.consumptions]
     ids, sampling = [t.id for t in trajectories], [t.sampling for t in trajectories]
     columns: dict[str, list[Any]] = {
-        "step": [record.step] * number,
-        "trajectory": list(range(number)),
-        "target_version": [record.target_version] * number,
-        "version": [record.version] * number,
+        "trajectory": [i for r in records for i, _ in enumerate(r.trajectories)],
         "run": [i.run for i in ids],
         "group_id": [i.group for i in ids],
         "index": [i.index for i in ids],
@@ -140,9 +139,9 @@ def trajectories_table(record: StepRecord) -> pa.Table:
         "advantage": [c.advantage for c in consumptions],
         "turns": [[turn._asdict() for turn in t.turns] for t in trajectories],
         "times_s": [list(t.times_s.items()) for t in trajectories],
-        "correction": [record.correction] * number,
-        "aggregation": [record.aggregation] * number,
     }
+    for name in _OF_STEP:
+        columns[name] = [getattr(r, name) for r in records for _ in r.trajectories]
     for name in (*_OF_TRAJECTORY, "outcome", "reward"):
         columns[name] = [getattr(t, name) for t in trajectories]
     for name in _OF_SAMPLING:
@@ -150,12 +149,15 @@ def trajectories_table(record: StepRecord) -> pa.Table:
     return pa.Table.from_pydict(columns, schema=TRAJECTORIES)
 
 
-def tokens_table(record: StepRecord) -> pa.Table:
-    """One row for each token of the step's trajectories, in order.
+def tokens_table(records: Sequence[StepRecord]) -> pa.Table:
+    """One row for each token of the steps' trajectories, in order.
 
     Raises ValueError where a consumption has not one entry for each token.
     """
-    trajectories, consumptions = record.trajectories, record.consumptions
+    trajectories = [t for r in records for t in r.trajectories]
+    consumptions = [c for r in records for c in r.consumptions]
+    steps = np.array([r.step for r in records for _ in r.trajectories], dtype=np.int32)
+    places = [i for r in records for i, _ in enumerate(r.trajectories)]
     segments = [s for t in trajectories for s in t.segments]
     lengths = [len(s) for s in segments]
     totals = [t.num_tokens for t in trajectories]
@@ -165,8 +167,8 @@ def tokens_table(record: StepRecord) -> pa.Table:
     sampled = _joined([s.sampled for s in segments], lengths, np.bool_)
     scored = np.array([c.advantage is not None for c in consumptions], dtype=np.bool_)
     columns: dict[str, pa.Array] = {
-        "step": pa.array(np.full(total, record.step, dtype=np.int32)),
-        "trajectory": pa.array(np.repeat(np.arange(len(totals), dtype=np.int32), totals)),
+        "step": pa.array(np.repeat(steps, totals)),
+        "trajectory": pa.array(np.repeat(np.array(places, dtype=np.int32), totals)),
         "segment": pa.array(np.repeat(np.array(numbers, dtype=np.int32), lengths)),
         "position": pa.array((np.arange(total) - np.repeat(starts, totals)).astype(np.int32)),
         "sampled": pa.array(sampled),
@@ -190,19 +192,20 @@ def _column(
 ) -> pa.Array:
     """The parts as one column; NULL where nothing is known, and all along a part that is None."""
     absent = [part is None for part in parts]
-    if any(absent):
-        if all(absent):
-            return pa.nulls(sum(lengths), pa.from_numpy_dtype(dtype))
-        missing = np.repeat(np.array(absent), lengths)
-        unknown = missing if unknown is None else unknown | missing
-    return pa.array(_joined(parts, lengths, dtype), mask=unknown)
+    if not any(absent):
+        return pa.array(_joined(parts, lengths, dtype), mask=unknown)
+    if all(absent):
+        return pa.nulls(sum(lengths), pa.from_numpy_dtype(dtype))
+    missing = np.repeat(np.array(absent), lengths)
+    filled = [np.zeros(n, dtype) if p is None else p for p, n in zip(parts, lengths, strict=True)]
+    mask = missing if unknown is None else unknown | missing
+    return pa.array(_joined(filled, lengths, dtype), mask=mask)
 
 
 def _joined(
-    parts: Sequence[npt.NDArray[Any] | None], lengths: Sequence[int], dtype: type[np.generic]
+    parts: Sequence[Any], lengths: Sequence[int], dtype: type[np.generic]
 ) -> npt.NDArray[Any]:
-    filled = [np.zeros(n, dtype) if p is None else p for p, n in zip(parts, lengths, strict=True)]
-    if (found := [len(part) for part in filled]) != lengths:
+    if (found := list(map(len, parts))) != lengths:
         wrong = next(i for i, n in enumerate(found) if n != lengths[i])
         raise ValueError(f"part {wrong} has {found[wrong]} entries for {lengths[wrong]} tokens")
-    return np.concatenate(filled) if filled else np.zeros(0, dtype)
+    return np.concatenate(parts) if parts else np.zeros(0, dtype)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from ..config import Table
 from ..types import Consumption, Trajectory
-from .parts import parts_up_to, sync, write_step
+from .parts import parts_up_to, sync, write_steps
 from .schema import StepRecord, described
 
 BURST_TOKENS = 50_000
-"""Steps are written together once they hold so many tokens: a small step alone would cost twice the
-CPU time, most of it for caches that training has filled with other things meanwhile."""
+"""Steps are written as one part once they hold so many tokens: most of what a small step costs
+alone is the same for each part, however little it holds."""
+
+BURST_S = 60.0
+"""Steps that have waited so long are written with the step that comes next, whatever they hold."""
 
 
 class LedgerWriter:
     """Appends to RUN_FOLDER/ledger.
 
-    Steps wait until they are a burst, for `sync` or for `close`; a burst is written in a thread.
+    Steps wait until they are a burst (BURST_TOKENS, BURST_S), for `sync` or for `close`; a burst
+    becomes one part, written in a thread.
     While one is being written another may gather, and no more: whoever completes that one waits,
     which bounds the memory. What went wrong in the thread is raised at a later call, once. A kill
     loses what waited, none of which a checkpoint has counted on.
@@ -33,6 +38,7 @@ class LedgerWriter:
         self._aggregation = aggregation
         self._waiting: list[StepRecord] = []
         self._waiting_tokens = 0
+        self._waiting_since = 0.0
         self._writing: asyncio.Future[list[Path]] | None = None
         self._unsynced: list[Path] = []
 
@@ -56,9 +62,12 @@ class LedgerWriter:
             self._correction,
             self._aggregation,
         )
+        if not self._waiting:
+            self._waiting_since = time.monotonic()
         self._waiting.append(record)
         self._waiting_tokens += sum(t.num_tokens for t in trajectories)
-        if self._waiting_tokens >= BURST_TOKENS:
+        waited_s = time.monotonic() - self._waiting_since
+        if self._waiting_tokens >= BURST_TOKENS or waited_s >= BURST_S:
             await self._begin()
 
     async def sync(self, step: int) -> list[str]:
@@ -79,7 +88,7 @@ class LedgerWriter:
         await self._written()
         if self._waiting:
             burst, self._waiting, self._waiting_tokens = self._waiting, [], 0
-            work = asyncio.to_thread(_write_steps, self._folder, burst)
+            work = asyncio.to_thread(write_steps, self._folder, burst)
             self._writing = asyncio.ensure_future(work)
 
     async def _written(self) -> None:
@@ -91,7 +100,3 @@ class LedgerWriter:
         finally:
             if writing.done():
                 self._writing = None
-
-
-def _write_steps(run_folder: Path, records: Sequence[StepRecord]) -> list[Path]:
-    return [path for record in records for path in write_step(run_folder, record)]

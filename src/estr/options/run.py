@@ -176,7 +176,7 @@ class CurriculumOptions:
 @dataclass(frozen=True, slots=True)
 class LoraOptions:
     """Low-rank adapters beside the linear layers, which alone are trained (extra `lora`, by peft).
-    Published and saved weights have them merged in."""
+    Published and saved weights have them merged in; `estr export --adapter` writes them alone."""
 
     rank: int = 0
     """Of the adapters; 0: none, the whole model is trained."""
@@ -258,8 +258,12 @@ class EvalOptions:
     """0: argmax."""
     final_problems: int = 1024
     """Problems of the evaluations at the start and at the end."""
+    timeout_s: float = 300.0
+    """The evaluator is declared hung when it has not answered for this long; an evaluation may take
+    longer."""
 
     def __post_init__(self) -> None:
+        require_positive("timeout_s", self.timeout_s)
         _at_least("every", self.every, 0)
         _at_least("problems", self.problems, 1)
         _at_least("final_problems", self.final_problems, 1)

@@ -19,7 +19,7 @@ import torch
 from ..checkpoint import Checkpoints, restore_trainer, verify
 from ..config import Recipe, load_recipe
 from ..errors import CheckpointError, DataError
-from ..ledger import find_parts, read_step, target_versions
+from ..ledger import read_step, target_versions
 from ..losses import policy_loss
 from ..metrics import read_metrics
 from ..run_folder import RunFolder
@@ -105,10 +105,9 @@ def find_weights(run: RunFolder, step: int | None) -> tuple[int, int, Path | Non
 
     Raises DataError naming the nearest step whose weights are there.
     """
-    steps = find_parts(run.path).steps
-    targets = target_versions(run.path, steps)
+    targets = target_versions(run.path)
     there = weights_there(run)
-    possible = [number for number in steps if targets[number] in there]
+    possible = [number for number, version in targets.items() if version in there]
     if step is None and possible:
         step = possible[-1]
     if step in possible:
