@@ -211,7 +211,7 @@ def first_difference(a: str | Path, b: str | Path) -> str | None:
         if file == ENGINE_FILE and not any(path.is_file() for path in paths):
             continue
         for mine, theirs in zip(*(streams(read_run_events(path)) for path in paths), strict=True):
-            for one, two in zip(mine, theirs, strict=False):
+            for one, two in _pairs(mine, theirs):
                 if one != two:
                     return f"{file}: {describe(one)} here, {describe(two)} there"
     return None
@@ -235,6 +235,16 @@ def where_one_ends(a: str | Path, b: str | Path) -> str | None:
         f"{names[short]} is a prefix of {names[long]}: it ends after step {steps[short]}{last}; "
         f"{names[long]} goes on to step {steps[long]}"
     )
+
+
+def _pairs(mine: Sequence[Event], theirs: Sequence[Event]) -> Iterator[tuple[Event, Event]]:
+    """Events in the same place, or rollouts of the same id: where one run ends early, rollouts that
+    it had not finished are missing anywhere in the order of ids."""
+    if mine and mine[0]["event"] == "rollout":
+        others = {tuple(event["id"]): event for event in theirs}
+        yield from ((one, others[key]) for one in mine if (key := tuple(one["id"])) in others)
+    else:
+        yield from zip(mine, theirs, strict=False)
 
 
 def _loop_streams(events: Sequence[Event]) -> Iterator[list[Event]]:
