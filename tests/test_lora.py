@@ -62,7 +62,7 @@ def test_only_adapters_change_and_what_is_published_is_the_merged_model(tied: bo
     assert state.keys() == dict(plain.named_parameters()).keys()
     plain.load_state_dict(state, strict=not tied)
     plain.tie_weights()
-    torch.testing.assert_close(logits(plain), logits(own.model), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(plain), logits(own.model), atol=5e-5, rtol=0)
     assert not torch.allclose(logits(plain), logits(tiny_model(tie_word_embeddings=tied)))
 
 
