@@ -13,6 +13,7 @@ from estr.config import load_recipe
 from estr.engine import Request
 from estr.engines.local import LocalEngine
 from estr.logprobs import token_statistics
+from estr.metrics import read_metrics
 from estr.models import load_model
 from estr.run import train
 from estr.trainer import Trainer
@@ -165,3 +166,17 @@ def test_flash_attention_2_agrees_with_sdpa(tmp_path: Path) -> None:
         with torch.no_grad():
             results.append(model(ids).logits.float())
     torch.testing.assert_close(*results, atol=0.1, rtol=0)
+
+
+def test_two_ranks_on_two_gpus_are_one_trainer(tmp_path: Path) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+    rows = []
+    for ranks in (1, 2):
+        overrides = ["steps=2", "max_staleness=0", "eval.every=0", "eval.final_problems=8"]
+        overrides += [f"trainer.ranks={ranks}", 'trainer.device="cuda:0"', f"name=of-{ranks}"]
+        train(load_recipe(None, overrides), runs=tmp_path)
+        rows.append(read_metrics(tmp_path / f"of-{ranks}" / "metrics.jsonl").records)
+    first, second = (next(row for row in of if "loss" in row) for of in rows)
+    for name in ("eligible_tokens", "loss", "grad_norm", "policy_entropy"):
+        assert second[name] == pytest.approx(first[name], rel=1e-3, abs=1e-5), name

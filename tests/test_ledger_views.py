@@ -15,7 +15,7 @@ from estr.corrections import build_correction
 from estr.ledger import Ledger, open_ledger, shipped_queries
 from estr.ledger.schema import described
 from estr.losses import policy_loss
-from estr.trainer import token_columns
+from estr.token_results import token_columns
 from estr.types import RolloutId
 from ledger_cases import consumption, random_record, record, trajectory, write_step
 

@@ -399,7 +399,7 @@ def test_padded_columns_stay_out_of_the_trainers_softmax_too_check_44(scaled: bo
     for vocab_size in (20, None):
         own = Trainer(tiny_model(), recipe, MemoryWeightStore(), vocab_size=vocab_size)
         if scaled:
-            own._head = Head(own.model, None)
+            own.scorer.head = Head(own.model, None)
         (result,) = own.train([[replace(group, trajectories=(member, member))]])
         deviations.append(result.metrics.to_row()["ratio_deviation"])
     assert deviations[0] < 1e-4

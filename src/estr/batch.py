@@ -50,6 +50,7 @@ class Batch:
     index of the row's trajectory; both are constant along a row, padding included.
     ref_logprobs: float32, NaN where not trained on; None where there is no reference.
     denominators: see make_batches. num_sampled_tokens, num_groups: of the whole optimizer step.
+    rank: of the trainer's ranks, the one that computes it.
     No tensor requires a gradient.
     """
 
@@ -67,6 +68,7 @@ class Batch:
     rows: tuple[Row, ...]
     behavior_gini: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    rank: int = 0
 
     def token_denominators(self) -> float | Tensor:
         """The denominators of the eligible tokens alone, flat and in row order."""
@@ -85,6 +87,7 @@ def make_batches(
     whole_trajectories: bool = False,
     pad_token_id: int = 0,
     device: str | torch.device = "cpu",
+    ranks: int = 1,
 ) -> list[Batch]:
     """The micro-batches of one optimizer step, longest rows first; the same input always gives the
     same micro-batches.
@@ -95,6 +98,10 @@ def make_batches(
     longer than the budget forms one of its own. The rows of a trajectory may fall into different
     micro-batches, except with whole_trajectories: then they stay together, in a micro-batch of
     their own where they exceed the budget (what corrections on sequences need, at more padding).
+
+    With several ranks whole trajectories are dealt among them, longest first, each to the rank that
+    has the fewest tokens so far; the micro-batches of all ranks are returned. Denominators speak of
+    the step, not of a rank, and a rank may be left without a micro-batch.
 
     The denominator that divides each token's loss term, with n the sampled tokens of the scored
     trajectories (masked ones and those of zero-variance groups included) and n_g those of group g:
@@ -119,7 +126,7 @@ def make_batches(
     num_groups, num_sampled_tokens = len(tokens_of_group), tokens_of_group.total()
 
     batches = []
-    for part in _split(rows, trajectories, token_budget, whole_trajectories):
+    for rank, part in _parts(rows, trajectories, token_budget, whole_trajectories, ranks):
         tensors = _pad([_segment(trajectories, row) for row in part], columns, pad_token_id, device)
         shape = tensors["token_ids"].shape
         tensors["advantages"] = _of_rows([advantages[r.trajectory] for r in part], torch.float32)
@@ -137,6 +144,7 @@ def make_batches(
                 num_sampled_tokens=num_sampled_tokens,
                 num_groups=num_groups,
                 rows=tuple(part),
+                rank=rank,
             )
         )
     return batches
@@ -235,6 +243,34 @@ def _check(
 
 def _segment(trajectories: Sequence[Trajectory], row: Row) -> Segment:
     return trajectories[row.trajectory].segments[row.segment]
+
+
+def _parts(
+    rows: Sequence[Row],
+    trajectories: Sequence[Trajectory],
+    token_budget: int,
+    whole_trajectories: bool,
+    ranks: int,
+) -> list[tuple[int, list[Row]]]:
+    """(rank, rows) of every micro-batch."""
+    tokens: Counter[int] = Counter()
+    for row in rows:
+        tokens[row.trajectory] += len(_segment(trajectories, row))
+    load = [0] * ranks
+    owner = {}
+    for trajectory, number in sorted(tokens.items(), key=lambda item: -item[1]):
+        owner[trajectory] = load.index(min(load))
+        load[owner[trajectory]] += number
+    return [
+        (rank, part)
+        for rank in range(ranks)
+        for part in _split(
+            [row for row in rows if owner[row.trajectory] == rank],
+            trajectories,
+            token_budget,
+            whole_trajectories,
+        )
+    ]
 
 
 def _split(

@@ -158,16 +158,20 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def save_trainer(trainer: Trainer, folder: Path) -> None:
-    """The trainer's part: weights, optimizer, counters."""
+    """The trainer's part: weights, optimizer, counters. Of several ranks all gather, and rank 0
+    writes whole tensors, so that a checkpoint does not depend on how many there were."""
     from safetensors.torch import save
 
-    tensors = {name: t.cpu().contiguous() for name, t in trainer.master_state().items()}
-    _write_synced(folder / "model.safetensors", save(tensors))
-    moments = {}
-    for name, parameter in trainer.parameters.items():
-        for key, value in trainer.optimizer.state[parameter].items():
-            moments[f"{key}.{name}"] = value.detach().cpu().contiguous()
-    _write_synced(folder / "optimizer.safetensors", save(moments))
+    for file, tensors in (
+        ("model.safetensors", trainer.master_state()),
+        ("optimizer.safetensors", _moments(trainer)),
+    ):
+        gathered = trainer.ranks.gather(tensors)
+        if trainer.ranks.rank == 0:
+            kept = {name: t.cpu().contiguous() for name, t in gathered.items()}
+            _write_synced(folder / file, save(kept))
+    if trainer.ranks.rank != 0:
+        return
     counters = {
         "step": trainer.step,
         "version": trainer.version,
@@ -176,9 +180,18 @@ def save_trainer(trainer: Trainer, folder: Path) -> None:
     _write_synced(folder / "trainer.json", json.dumps(counters).encode())
 
 
+def _moments(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {
+        f"{key}.{name}": value.detach()
+        for name, parameter in trainer.parameters.items()
+        for key, value in trainer.optimizer.state[parameter].items()
+    }
+
+
 def restore_trainer(trainer: Trainer, folder: Path) -> None:
-    """Put a saved state back. Raises CheckpointError when it cannot be read, belongs to another
-    model, holds what is no number, or lacks the moments of weights that were trained."""
+    """Put a saved state back, in every rank its own shards. Raises CheckpointError when it cannot
+    be read, belongs to another model, holds what is no number, or lacks the moments of weights that
+    were trained."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -207,7 +220,7 @@ def restore_trainer(trainer: Trainer, folder: Path) -> None:
     trainer.load_master_state(weights)
     for name, parameter in trainer.parameters.items():
         state = {
-            key.partition(".")[0]: value.to(parameter.device)
+            key.partition(".")[0]: _beside(parameter, value)
             for key, value in moments.items()
             if key.partition(".")[2] == name
         }
@@ -216,6 +229,13 @@ def restore_trainer(trainer: Trainer, folder: Path) -> None:
             # The step count stays where AdamW keeps it for a fused update: beside the parameter.
             trainer.optimizer.state[parameter] = state
     trainer.step, trainer.version = step, version
+
+
+def _beside(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """A moment where AdamW keeps it: sharded as its parameter is, unless it is a step count."""
+    from .ranks import placed_like
+
+    return placed_like(parameter, value) if value.dim() else value.to(parameter.device)
 
 
 def _require_own(

@@ -18,7 +18,7 @@ from .advantages import is_zero_variance
 from .corrections.base import TokenColumns
 from .corrections.surrogates import MAX_LOG_RATIO
 from .errors import StalenessError
-from .losses import PolicyLoss
+from .losses import Judged
 from .metrics import Metrics
 from .types import Status, Trajectory
 
@@ -34,7 +34,7 @@ BoolArray = npt.NDArray[np.bool_]
 
 def token_diagnostics(
     columns: TokenColumns,
-    loss: PolicyLoss,
+    loss: Judged,
     *,
     target_version: int,
     policy_entropies: Tensor | None = None,

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -22,6 +23,16 @@ from .corrections.base import Correction, TokenColumns, Verdict
 from .corrections.estr import Estr
 from .corrections.surrogates import MAX_LOG_RATIO, ClippedSurrogate, Surrogate, bounded_ratio
 from .options.corrections import EstrOptions
+
+
+class Judged(Protocol):
+    """What became of some tokens, as `PolicyLoss` has it."""
+
+    @property
+    def kept(self) -> Tensor: ...
+
+    @property
+    def clipped(self) -> Tensor: ...
 
 
 @dataclass(frozen=True, slots=True, eq=False)

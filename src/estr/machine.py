@@ -46,8 +46,10 @@ def check_devices(recipe: Recipe) -> None:
             continue
         module = getattr(torch, device.type, None)
         found = module.device_count() if module is not None and module.is_available() else 0
-        if (device.index or 0) >= found:
+        number = recipe.trainer.ranks if key == "trainer" else 1
+        if (device.index or 0) + number > found:
+            taken = f" with trainer.ranks = {number}" if number > 1 else ""
             raise ConfigError(
-                f"{key}.device = {name!r}: torch finds {found} such devices here; set it to "
+                f"{key}.device = {name!r}{taken}: torch finds {found} such devices here; set it to "
                 '"cpu", or install a torch that is built for the device'
             )

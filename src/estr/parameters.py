@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from .adapters import merged_state
+from .ranks import placed_like
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -49,6 +50,12 @@ class Parameters:
             # Buffers stay as they are: rotary frequencies do not survive rounding.
             parameter.data = parameter.data.to(dtype)
 
+    def look_up(self) -> None:
+        """After the model's parameters have been replaced (`Ranks.shard`), which must be float32:
+        the new ones are the masters."""
+        assert not self._rounded
+        self.masters = {n: p for n, p in self.model.named_parameters() if n in self.masters}
+
     def collect_gradients(self) -> None:
         """Add the gradients of a micro-batch to those of the masters, in float32."""
         for name, parameter in self._rounded.items():
@@ -66,7 +73,7 @@ class Parameters:
 
     def published(self) -> dict[str, Tensor]:
         """Parameters (tied ones once) and persistent buffers under the names of the plain model,
-        with the digits of the masters, adapters merged."""
+        with the digits of the masters, adapters merged; sharded where those are."""
         state = self._state()
         return merged_state(self.model, state) if self.has_adapters else state
 
@@ -80,7 +87,7 @@ class Parameters:
     def load(self, state: dict[str, Tensor]) -> None:
         """Put a saved state back."""
         for name, own in self.saved().items():
-            own.copy_(state[name])
+            own.copy_(placed_like(own, state[name]))
         self.write_back()
 
     def _state(self) -> dict[str, Tensor]:

@@ -22,23 +22,26 @@ from .advantages import group_advantages
 from .batch import Batch, scatter_back
 from .buffer import TrainingGroup
 from .config import Recipe
-from .heads import Head, split_head
 from .kl import kl_estimates
+from .scorer import Scorer
 from .types import Trajectory
 
 
 class Reference:
-    """The weights that `model` holds now, for good. With adapters, which are all that changes, it
-    is the model itself without them; otherwise a copy in the model's own types."""
+    """The weights that the model of `scorer` holds now, for good. With adapters, which are all that
+    changes, it is that model itself without them; otherwise a copy in the model's own types."""
 
-    def __init__(self, model: torch.nn.Module, *, has_adapters: bool) -> None:
-        self._model = model if has_adapters else copy.deepcopy(model).eval().requires_grad_(False)
+    def __init__(self, scorer: Scorer, *, has_adapters: bool) -> None:
         self._has_adapters = has_adapters
-        self.head: Head = split_head(self._model)
+        self.scorer = scorer
+        if not has_adapters:
+            self.scorer = Scorer(copy.deepcopy(scorer.model).eval().requires_grad_(False))
 
     def in_force(self) -> AbstractContextManager[None]:
-        """While this lasts, `head` speaks for the reference."""
-        return without_adapters(self._model) if self._has_adapters else contextlib.nullcontext()
+        """While this lasts, `scorer` speaks for the reference."""
+        if self._has_adapters:
+            return without_adapters(self.scorer.model)
+        return contextlib.nullcontext()
 
 
 def with_reference(batch: Batch, ref_logprobs: torch.Tensor) -> Batch:

@@ -158,7 +158,7 @@ class _Processes:
         """What notices the death of a process, or an engine that hangs."""
         return [
             lambda: self.engine.watch(recipe.engine.timeout_s),
-            self.trainer.worker.alive,
+            self.trainer.alive,
             self.evaluator.worker.alive,
         ]
 

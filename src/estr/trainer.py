@@ -9,6 +9,10 @@ mini-batch without a single non-zero advantage is skipped: the step counter rise
 not. The proximal pass is made only when a correction asks for it and a batch has several steps, or
 when its rule reads the whole step before the first gradient (WHOLE_STEP). A reference, the weights
 that the run started from, is kept and asked only where their distance has a price (`kl`).
+
+With several ranks (`estr.ranks`) this is what each of them does: all are given the whole step, each
+computes its own micro-batches, and what is found of the tokens is shared before anything is made of
+it, so that losses, metrics and results are those of the step on every rank.
 """
 
 from __future__ import annotations
@@ -17,28 +21,27 @@ import dataclasses
 import math
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from .adapters import add_adapters
-from .batch import Batch, make_batches, scatter_back, token_places
+from .batch import Batch, make_batches
 from .buffer import StepResult, TrainingGroup
 from .corrections import build_correction, for_step
-from .corrections.base import WHOLE_STEP, Correction, TokenColumns, concatenate
+from .corrections.base import WHOLE_STEP, Correction, concatenate
 from .diagnostics import token_diagnostics, trajectory_diagnostics
 from .errors import NumericsError
-from .heads import Head, split_head
 from .kl import kl_diagnostics, kl_loss
-from .logprobs import next_token, statistics_from_hidden, token_statistics
-from .losses import PolicyLoss, policy_loss
+from .losses import policy_loss
 from .metrics import Metrics
 from .models import enable_gradient_checkpointing
 from .options.run import TrainerOptions
 from .parameters import Parameters, weights_digest
+from .ranks import ALONE, Ranks, whole
 from .reference import Reference, price_in_reward, with_reference
-from .types import Consumption
+from .scorer import Scorer
+from .token_results import TokenResults, consumptions_of, num_eligible, token_columns
 from .weights import WeightStore
 
 if TYPE_CHECKING:
@@ -65,7 +68,9 @@ class Trainer:
     """Owns the float32 master weights and the optimizer. Synchronous; hosted by a worker process
     or used in place. model: the weights that the run started from, in float32. publish_dtype: of
     the published weights. vocab_size: number of real token ids where the output layer is padded.
-    initial_digest: of the weights that the run started from, where they are needed all along."""
+    initial_digest: of the weights that the run started from, where they are needed all along.
+    ranks: those that train it together; every method that computes, publishes, saves or loads is
+    then called on all of them, with the same arguments, and only rank 0 publishes."""
 
     def __init__(
         self,
@@ -75,12 +80,14 @@ class Trainer:
         *,
         publish_dtype: torch.dtype = torch.float32,
         vocab_size: int | None = None,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.model = model.eval()  # no dropout: policy log-probs must be those of the policy
         self.recipe = recipe
         self.options = recipe.trainer
         self.correction = build_correction(recipe.correction)
         self.store = store
+        self.ranks = ranks
         self.step = 0
         self.version = 0
         self._published = -1
@@ -94,10 +101,12 @@ class Trainer:
         self.weights = Parameters(
             model, dtype=getattr(torch, self.options.param_dtype), has_adapters=has_adapters
         )
-        self.reference = Reference(model, has_adapters=has_adapters) if has_price else None
-        self._head = split_head(model)
+        self.scorer = Scorer(model)
+        self.reference = Reference(self.scorer, has_adapters=has_adapters) if has_price else None
         if self.options.gradient_checkpointing:  # last: model.eval() would undo it
             enable_gradient_checkpointing(model)
+        if ranks.mesh is not None:
+            self._shard()
         self.parameters = self.weights.masters
         self.optimizer = torch.optim.AdamW(
             self.parameters.values(),
@@ -110,15 +119,24 @@ class Trainer:
         self._busy_s = 0.0
         self._started = time.monotonic()
 
+    def _shard(self) -> None:
+        self.ranks.shard(self.scorer)
+        if self.reference is not None and self.reference.scorer is not self.scorer:
+            self.ranks.shard(self.reference.scorer)
+        self.weights.look_up()
+
     def publish(self) -> int:
         """Put the current version into the store unless it is there; returns it."""
         if self._published != self.version:
-            self._digest = self.store.publish(self.version, self.state())
+            state = self.ranks.gather(self.state())
+            if self.ranks.rank == 0:
+                self._digest = self.store.publish(self.version, state)
             self._published = self.version
         return self.version
 
     def state(self) -> dict[str, Tensor]:
-        """The weights as engines load them: floating tensors in publish_dtype."""
+        """The weights as engines load them, floating tensors in publish_dtype; sharded where those
+        are."""
         return {
             name: t.to(self._publish_dtype) if t.is_floating_point() else t
             for name, t in self.weights.published().items()
@@ -166,6 +184,7 @@ class Trainer:
             token_budget=self.options.token_budget,
             whole_trajectories="sequence_ids" in self.correction.needs,
             device=self.options.device,
+            ranks=self.ranks.size,
         )
 
     def _with_reference(
@@ -176,11 +195,12 @@ class Trainer:
     ) -> tuple[Sequence[Sequence[TrainingGroup]], list[list[Batch]]]:
         """The batches with the reference's log-probs; rewards and advantages follow, where the
         distance is paid for in the reward."""
-        with torch.no_grad(), reference.in_force():
-            cut = [
-                [with_reference(b, self.score(b, reference.head)[0]) for b in batches]
-                for batches in cut
-            ]
+        with reference.in_force():
+            scored = [self._logprobs(batches, reference.scorer) for batches in cut]
+        cut = [
+            [with_reference(batch, column) for batch, column in zip(batches, columns, strict=True)]
+            for batches, columns in zip(cut, scored, strict=True)
+        ]
         if self.recipe.kl.place == "loss":
             return minibatches, cut
         priced = [
@@ -194,8 +214,19 @@ class Trainer:
         needs = self.correction.needs
         if "proximal_logprobs" not in needs or (len(cut) == 1 and WHOLE_STEP not in needs):
             return [[None] * len(batches) for batches in cut]
-        with torch.no_grad():
-            return [[self.score(batch)[0].detach() for batch in batches] for batches in cut]
+        return [[*self._logprobs(batches)] for batches in cut]
+
+    @torch.no_grad()
+    def _logprobs(self, batches: list[Batch], scorer: Scorer | None = None) -> list[Tensor]:
+        """Log-probs of the eligible tokens of all micro-batches, each scored by its rank."""
+        others = () if scorer is None else (scorer,)
+        own = {}
+        for turn in self.ranks.turns(batches):
+            if turn is None:
+                self._stand_in(*others)
+            else:
+                own[turn] = self.score(batches[turn], *others)[0]
+        return self.ranks.share(own, [b.rank for b in batches], num_eligible(batches))
 
     def _step(
         self,
@@ -212,11 +243,10 @@ class Trainer:
         )
         rate = learning_rate(self.step, self.recipe.steps, self.options)
         correction = self._correction_of_step(batches, proximal)
-        parts = [
-            self._accumulate(batch, columns, correction, target, metrics)
-            for batch, columns in zip(batches, proximal, strict=True)
-        ]
-        loss = sum((float(part.loss.detach()) for _, part in parts), 0.0)
+        parts = self._gradients(batches, proximal, correction)
+        for batch, part, columns in zip(batches, parts, proximal, strict=True):
+            metrics.merge(self._diagnostics(batch, part, columns, target))
+        loss = sum((part.loss for part in parts), 0.0)
         priced = self.reference is not None and self.recipe.kl.place == "loss"
         trainable = any(a for g in groups for a in g.advantages) or (priced and bool(batches))
         norm = self._gradient_norm() if trainable else 0.0
@@ -250,118 +280,96 @@ class Trainer:
         columns = [token_columns(batch, q, q) for batch, q in scored if q is not None]
         return for_step(self.correction, concatenate(columns)) if columns else self.correction
 
+    def _gradients(
+        self, batches: list[Batch], proximal: list[Tensor | None], correction: Correction
+    ) -> list[TokenResults]:
+        """Forward and backward of this rank's micro-batches; returns the results of all."""
+        own = {}
+        for turn in self.ranks.turns(batches):
+            if turn is None:
+                torch.autograd.backward([0.0 * self._stand_in().sum()])
+            else:
+                own[turn] = self._accumulate(batches[turn], proximal[turn], correction)
+        if self.ranks.size == 1:
+            return [own[i] for i in range(len(batches))]
+        packed = self.ranks.share(
+            {i: part.packed() for i, part in own.items()},
+            [batch.rank for batch in batches],
+            [4 * number + 2 for number in num_eligible(batches)],
+        )
+        return [TokenResults.unpacked(part) for part in packed]
+
     def _accumulate(
-        self,
-        batch: Batch,
-        proximal: Tensor | None,
-        correction: Correction,
-        target: int,
-        metrics: Metrics,
-    ) -> tuple[Tensor, PolicyLoss]:
-        """Forward and backward of one micro-batch; returns the policy log-probs of its eligible
-        tokens and its part of the loss."""
+        self, batch: Batch, proximal: Tensor | None, correction: Correction
+    ) -> TokenResults:
+        """Forward and backward of one micro-batch."""
         policy, entropies = self.score(batch)
         columns = token_columns(batch, policy, proximal)
         denominators = batch.token_denominators()
         result = policy_loss(columns, correction, denominators=denominators)
-        metrics.merge(
-            token_diagnostics(columns, result, policy_entropies=entropies, target_version=target)
+        loss, price = result.loss, 0.0
+        if batch.ref_logprobs is not None and self.recipe.kl.place == "loss":
+            term = kl_loss(
+                policy,
+                batch.ref_logprobs[batch.loss_mask],
+                coefficient=self.recipe.kl.coefficient,
+                estimator=self.recipe.kl.estimator,
+                denominators=denominators,
+            )
+            price = float(term.detach())
+            loss = loss + term
+        torch.autograd.backward([loss])
+        self.weights.collect_gradients()
+        return TokenResults(
+            policy.detach(),
+            entropies.detach(),
+            result.kept,
+            result.clipped,
+            float(loss.detach()),
+            price,
+        )
+
+    def _diagnostics(
+        self, batch: Batch, part: TokenResults, proximal: Tensor | None, target: int
+    ) -> Metrics:
+        columns = token_columns(batch, part.policy, proximal)
+        metrics = token_diagnostics(
+            columns, part, policy_entropies=part.entropies, target_version=target
         )
         if batch.ref_logprobs is not None:
-            ref = batch.ref_logprobs[batch.loss_mask]
-            metrics.merge(kl_diagnostics(policy.detach(), ref))
+            metrics.merge(kl_diagnostics(part.policy, batch.ref_logprobs[batch.loss_mask]))
             if self.recipe.kl.place == "loss":
-                term = kl_loss(
-                    policy,
-                    ref,
-                    coefficient=self.recipe.kl.coefficient,
-                    estimator=self.recipe.kl.estimator,
-                    denominators=denominators,
-                )
-                metrics.add_sum("kl_loss", float(term.detach()))
-                result = dataclasses.replace(result, loss=result.loss + term)
-        torch.autograd.backward([result.loss])
-        self.weights.collect_gradients()
-        return policy.detach(), result
+                metrics.add_sum("kl_loss", part.kl_loss)
+        return metrics
 
-    def score(self, batch: Batch, head: Head | None = None) -> tuple[Tensor, Tensor]:
-        """(log-probs with gradient, entropies) of the eligible tokens, flat and in row order. head:
-        of another model than the trained one."""
-        head = head or self._head
-        autocast = torch.autocast(
+    def score(self, batch: Batch, scorer: Scorer | None = None) -> tuple[Tensor, Tensor]:
+        """(log-probs with gradient, entropies) of the eligible tokens, flat and in row order.
+        scorer: of another model than the trained one."""
+        return self._pass(batch.token_ids, batch.loss_mask, scorer or self.scorer)
+
+    def _stand_in(self, scorer: Scorer | None = None) -> Tensor:
+        """The log-prob of one token, [1], for a turn in which this rank has no micro-batch: every
+        pass gathers the shards of all ranks."""
+        device = self.options.device
+        ids = torch.zeros((1, 2), dtype=torch.int64, device=device)
+        mask = torch.tensor([[False, True]], device=device)
+        return self._pass(ids, mask, scorer or self.scorer)[0]
+
+    def _pass(self, token_ids: Tensor, mask: Tensor, scorer: Scorer) -> tuple[Tensor, Tensor]:
+        with torch.autocast(
             torch.device(self.options.device).type,
             dtype=torch.bfloat16,
             enabled=self.options.dtype == "bfloat16",
-        )
-        weight = head.weight
-        drawn: dict[str, Any] = {
-            "temperature": self.recipe.sampling.temperature,
-            "vocab_size": self._vocab_size,
-            "gini": False,
-        }
-        with autocast:
-            if weight is None:  # scaled or capped logits: they come whole
-                states = head.logits(batch.token_ids)
-                logits, token_ids = next_token(states, batch.token_ids, batch.loss_mask)
-                statistics = token_statistics(logits, token_ids, **drawn)
-            else:
-                states = head.hidden(batch.token_ids)
-                hidden, token_ids = next_token(states, batch.token_ids, batch.loss_mask)
-                statistics = statistics_from_hidden(
-                    hidden, weight, token_ids, head_bias=head.bias, **drawn
-                )
-        return statistics.logprobs, statistics.entropies
+        ):
+            scored: tuple[Tensor, Tensor] = scorer(
+                token_ids,
+                mask,
+                temperature=self.recipe.sampling.temperature,
+                vocab_size=self._vocab_size,
+            )
+        return scored
 
     def _gradient_norm(self) -> float:
         clip = self.options.grad_clip
         norm = torch.nn.utils.clip_grad_norm_(self.parameters.values(), clip, foreach=None)
-        return float(norm)
-
-
-def token_columns(batch: Batch, policy_logprobs: Tensor, proximal: Tensor | None) -> TokenColumns:
-    """The eligible tokens of a micro-batch as flat columns [N], in row order."""
-    mask = batch.loss_mask
-    gini = batch.behavior_gini
-    return TokenColumns(
-        policy_logprobs=policy_logprobs,
-        behavior_logprobs=batch.behavior_logprobs[mask],
-        advantages=batch.advantages[mask],
-        loss_mask=torch.ones_like(policy_logprobs, dtype=torch.bool),
-        proximal_logprobs=proximal,
-        behavior_entropies=batch.behavior_entropies[mask],
-        behavior_gini=None if gini is None else gini[mask],
-        versions=batch.versions[mask],
-        sequence_ids=batch.sequence_ids[mask],
-    )
-
-
-def consumptions_of(
-    groups: Sequence[TrainingGroup],
-    batches: Sequence[Batch],
-    parts: Sequence[tuple[Tensor, PolicyLoss]],
-    proximal: Sequence[Tensor | None],
-) -> tuple[Consumption, ...]:
-    """What a step made of each trajectory. parts[b]: (policy log-probs, loss) of batches[b]'s
-    eligible tokens; proximal[b]: their proximal log-probs, None for all where no pass was made."""
-    trajectories = [t for g in groups for t in g.trajectories]
-    places = token_places(batches, trajectories)
-
-    def columns(tensors: Sequence[Tensor], nothing: Any) -> Sequence[Any]:
-        if not tensors:  # nothing to learn: there are no batches
-            return [np.full(t.num_tokens, nothing) for t in trajectories]
-        return scatter_back(batches, tensors, trajectories, places=places)
-
-    passes = [tensor for tensor in proximal if tensor is not None]
-    references = [b.ref_logprobs for b in batches if b.ref_logprobs is not None]
-    return tuple(
-        Consumption(*values)
-        for values in zip(
-            [a for g in groups for a in g.advantages],
-            columns([policy for policy, _ in parts], np.float32(math.nan)),
-            columns([part.kept for _, part in parts], False),
-            columns([part.clipped for _, part in parts], False),
-            columns(passes, None) if passes else [None] * len(trajectories),
-            columns(references, None) if references else [None] * len(trajectories),
-            strict=True,
-        )
-    )
+        return float(whole(norm))

@@ -1,4 +1,4 @@
-"""A trainer in a process of its own: the controller's end, and the host inside the process."""
+"""A trainer in processes of its own: the controller's end, and the host inside each process."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from typing import Protocol
 
 from .buffer import StepResult, TrainingGroup
 from .config import Recipe
+from .rank_workers import Place, RankWorkers
 from .types import Finding, Segment
 from .weights import WeightStore
-from .worker import CpuBudget, Worker, busy_share, require_determinism
+from .worker import CpuBudget, busy_share, require_determinism
 
 _FILE_TIMEOUT_S = 600.0
 
@@ -56,12 +57,12 @@ class TrainerClient(Protocol):
 
 
 class TrainerProcess:
-    """TrainerClient over a spawned Trainer."""
+    """TrainerClient over a spawned Trainer, or over several that train together (`estr.ranks`)."""
 
-    def __init__(self, worker: Worker, timeout_s: float) -> None:
-        self.worker = worker
+    def __init__(self, workers: RankWorkers, timeout_s: float) -> None:
         self.busy = 0.0
         """Share of wall time at work, from the last batch's end to this one's."""
+        self._workers = workers
         self._timeout_s = timeout_s
         self._seen = {"busy_s": 0.0, "wall_s": 0.0}
 
@@ -70,18 +71,22 @@ class TrainerProcess:
         cls, folder: Path, recipe: Recipe, store: WeightStore, *, log: Path | None = None
     ) -> TrainerProcess:
         """Spawn it on the model in `folder`."""
-        worker = await Worker.start(
-            "trainer",
+        workers = await RankWorkers.start(
             "estr.trainer_process:TrainerHost",
             {"folder": folder, "recipe": recipe, "store": store},
+            size=recipe.trainer.ranks,
             threads=recipe.trainer.threads,
             log=log,
         )
-        return cls(worker, recipe.trainer.timeout_s)
+        return cls(workers, recipe.trainer.timeout_s)
+
+    async def alive(self) -> None:
+        """Returns never; raises WorkerDied when a process of the trainer has ended."""
+        await self._workers.alive()
 
     async def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
         results: list[StepResult]
-        results = await self.worker.call("train", minibatches, timeout_s=self._timeout_s)
+        results, *_ = await self._workers.call("train", minibatches, timeout_s=self._timeout_s)
         before, self._seen = self._seen, await self.statistics()
         self.busy = busy_share(before, self._seen)
         return results
@@ -90,44 +95,55 @@ class TrainerProcess:
         self, canaries: Sequence[Segment], engine: Mapping[str, float]
     ) -> list[Finding]:
         found: list[Finding]
-        found = await self.worker.call(
+        found, *_ = await self._workers.call(
             "check_canaries", canaries, engine, timeout_s=self._timeout_s
         )
         return found
 
     async def publish(self) -> int:
-        return int(await self.worker.call("publish", timeout_s=_FILE_TIMEOUT_S))
+        version, *_ = await self._workers.call("publish", timeout_s=_FILE_TIMEOUT_S)
+        return int(version)
 
     async def save(self, folder: Path) -> None:
-        await self.worker.call("save", folder, timeout_s=_FILE_TIMEOUT_S)
+        await self._workers.call("save", folder, timeout_s=_FILE_TIMEOUT_S)
 
     async def restore(self, folder: Path) -> int:
-        return int(await self.worker.call("restore", folder, timeout_s=_FILE_TIMEOUT_S))
+        version, *_ = await self._workers.call("restore", folder, timeout_s=_FILE_TIMEOUT_S)
+        return int(version)
 
     async def export(self, folder: Path) -> None:
-        await self.worker.call("export", folder, timeout_s=_FILE_TIMEOUT_S)
+        await self._workers.call("export", folder, timeout_s=_FILE_TIMEOUT_S)
 
     async def statistics(self) -> dict[str, float]:
+        """Of rank 0, with the CPU time of all."""
         counters: dict[str, float]
-        counters = await self.worker.call("statistics", timeout_s=self._timeout_s)
-        return counters
+        counters, *others = await self._workers.call("statistics", timeout_s=self._timeout_s)
+        return counters | {"cpu_s": counters["cpu_s"] + sum(other["cpu_s"] for other in others)}
 
     async def close(self) -> None:
-        await self.worker.close()
+        await self._workers.close()
 
 
 class TrainerHost:
-    """What runs inside the process."""
+    """What runs inside the process. place: among the ranks, where there are several."""
 
-    def __init__(self, folder: Path, recipe: Recipe, store: WeightStore) -> None:
+    def __init__(
+        self, folder: Path, recipe: Recipe, store: WeightStore, place: Place | None = None
+    ) -> None:
         import torch
 
         from .guard import Guard
         from .models import load_model, vocabulary_size
+        from .ranks import ALONE, join
         from .trainer import Trainer
 
         if recipe.deterministic:
             require_determinism()
+        self._ranks = ALONE
+        if place is not None:
+            recipe = _of_rank(recipe, place.rank)
+            options = recipe.trainer
+            self._ranks = join(place, options.device, options.timeout_s)
 
         model = load_model(
             folder,
@@ -139,13 +155,21 @@ class TrainerHost:
         self._folder = folder
         vocab_size = vocabulary_size(folder, model)
         self._guard = None
-        if recipe.guard != "off":
+        if recipe.guard != "off" and self._ranks.rank == 0:
             self._guard = Guard(model, recipe, store, vocab_size=vocab_size)
-        self._trainer = Trainer(model, recipe, store, publish_dtype=dtype, vocab_size=vocab_size)
+        self._trainer = Trainer(
+            model,
+            recipe,
+            store,
+            publish_dtype=dtype,
+            vocab_size=vocab_size,
+            ranks=self._ranks,
+        )
 
     def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
         if self._guard is None:
-            return self._trainer.train(minibatches)
+            results = self._trainer.train(minibatches)
+            return results if self._ranks.rank == 0 else []  # they are the same everywhere
         found, metrics = self._guard.check(minibatches, self._trainer.version)
         first, *others = self._trainer.train(minibatches)
         first.metrics.merge(metrics)
@@ -178,9 +202,21 @@ class TrainerHost:
     def export(self, folder: Path) -> None:
         from .models import load_tokenizer, save_model
 
-        tokenizer = load_tokenizer(self._folder)
-        save_model(self._trainer.model, tokenizer, folder, self._trainer.weights.published())
+        state = self._ranks.gather(self._trainer.weights.published())
+        if self._ranks.rank == 0:
+            save_model(self._trainer.model, load_tokenizer(self._folder), folder, state)
 
     def statistics(self) -> dict[str, float]:
         budget = CpuBudget() if self._guard is None else self._guard.budget
         return {**self._trainer.statistics(), **budget.statistics()}
+
+    def close(self) -> None:
+        self._ranks.leave()
+
+
+def _of_rank(recipe: Recipe, rank: int) -> Recipe:
+    from .ranks import rank_device
+
+    options = recipe.trainer
+    own = dataclasses.replace(options, device=rank_device(options.device, rank))
+    return dataclasses.replace(recipe, trainer=own)

@@ -21,7 +21,8 @@ from ..buffer import TrainingGroup
 from ..config import recipe_from_table
 from ..losses import policy_loss
 from ..models import load_model, resolve_model
-from ..trainer import Trainer, token_columns
+from ..token_results import token_columns
+from ..trainer import Trainer
 from ..types import RolloutId, SamplingSettings, Segment, Trajectory
 from ..weights import MemoryWeightStore
 from . import bench_model, machine

@@ -25,7 +25,7 @@ from ..corrections import build_correction
 from ..corrections.base import Correction
 from ..logprobs import next_token, token_statistics
 from ..losses import policy_loss
-from ..trainer import token_columns
+from ..token_results import token_columns
 from ..types import Trajectory
 from .archive import Archive
 from .staleness import Staleness

@@ -101,9 +101,13 @@ class TrainerOptions:
     token_budget: int = 4096
     """Padded tokens in one micro-batch, at most."""
     threads: int = 1
-    """Threads of the trainer process."""
+    """Threads of the trainer process, of each where there are several."""
+    ranks: int = 1
+    """Processes that train together, each with a share of the batch and a shard of parameters and
+    moments (FSDP2); docs/several-ranks.md."""
     device: str = "cpu"
-    """A torch device, such as "cuda:0"."""
+    """A torch device, such as "cuda:0"; with several ranks that of the first, the others take those
+    that follow."""
     timeout_s: float = 1800.0
     """The trainer is declared hung when one batch takes longer than this."""
 
@@ -119,6 +123,12 @@ class TrainerOptions:
         require(self.grad_clip > 0, f"grad_clip must be above 0, not {self.grad_clip}")
         _at_least("token_budget", self.token_budget, 16)
         _at_least("threads", self.threads, 1)
+        _at_least("ranks", self.ranks, 1)
+        require(
+            self.ranks == 1 or self.param_dtype == "float32",
+            f"ranks = {self.ranks} needs param_dtype = 'float32', not {self.param_dtype!r}: "
+            "the float32 parameters are sharded; dtype = 'bfloat16' computes in bfloat16 on them",
+        )
         require(
             self.param_dtype == "float32" or self.dtype == "bfloat16",
             "param_dtype = 'bfloat16' needs dtype = 'bfloat16': arithmetic in float32 on rounded "

@@ -24,7 +24,8 @@ from ..losses import policy_loss
 from ..metrics import read_metrics
 from ..run_folder import RunFolder
 from ..subject import model_folder, torch_threads
-from ..trainer import Trainer, token_columns
+from ..token_results import token_columns
+from ..trainer import Trainer
 from ..weights import MemoryWeightStore
 from .corrections import Judges, Tell, build_candidates
 from .judging import Cut, correction_of_step, cut_step, require_proximal

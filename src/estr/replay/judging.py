@@ -25,7 +25,7 @@ from ..corrections.base import WHOLE_STEP, TokenColumns, concatenate
 from ..errors import DataError
 from ..ledger.schema import StepRecord
 from ..losses import policy_loss
-from ..trainer import token_columns
+from ..token_results import token_columns
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]

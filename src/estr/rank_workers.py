@@ -1,0 +1,135 @@
+"""The spawned processes of several ranks, spoken to as one.
+
+    call("train", batch) ---> worker of rank 0: host.train(batch) ---+
+                         `--> worker of rank 1: host.train(batch) ---+--> [answer of rank 0, ...]
+
+What ranks do together each of them waits for, so one that has failed or died leaves the others
+waiting. The controller does not: the first error ends the call, and of a rank that died it is that
+rank that is named, not those that lost their connection to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import WorkerDied, WorkerError
+from .worker import Worker
+
+_LAST_WORDS_S = 5.0
+"""A rank that loses its connection may say so before the end of the other one is noticed."""
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one process stands among its ranks. meeting: a file that none has used before, by which
+    they find each other."""
+
+    rank: int
+    size: int
+    meeting: Path
+
+
+class RankWorkers:
+    """One worker for each rank, or a single one that knows of no ranks."""
+
+    def __init__(self, workers: Sequence[Worker], meeting: Path | None) -> None:
+        self.workers = workers
+        self._meeting = meeting
+
+    @classmethod
+    async def start(
+        cls,
+        factory: str,
+        kwargs: Mapping[str, Any],
+        *,
+        size: int,
+        threads: int = 1,
+        log: Path | None = None,
+    ) -> RankWorkers:
+        """Spawn `size` processes, each of which gets its `place` besides kwargs; one alone gets
+        none. As soon as one does not come up, the others are given up. log: that of rank 0, the
+        others have theirs beside it. Raises as `Worker.start` does."""
+        if size == 1:
+            alone = await Worker.start("trainer", factory, kwargs, threads=threads, log=log)
+            return cls([alone], None)
+        meeting = Path(tempfile.mkdtemp(prefix="estr-ranks-"))
+        starts = [
+            asyncio.create_task(
+                Worker.start(
+                    f"trainer rank {rank}",
+                    factory,
+                    {**kwargs, "place": Place(rank, size, meeting / "store")},
+                    threads=threads,
+                    log=_log_of(log, rank),
+                    env=_environment(),
+                )
+            )
+            for rank in range(size)
+        ]
+        try:
+            workers = await asyncio.gather(*starts)
+        except BaseException:
+            for start in starts:
+                start.cancel()  # a start that is cancelled ends its process
+            ended = await asyncio.gather(*starts, return_exceptions=True)
+            up = [worker for worker in ended if not isinstance(worker, BaseException)]
+            await cls(up, meeting).close()
+            raise
+        return cls(workers, meeting)
+
+    async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
+        """The results of host.method(*args) on all ranks. Raises as `Worker.call` does, at the
+        first error of any of them."""
+        calls = [
+            asyncio.create_task(worker.call(method, *args, timeout_s=timeout_s))
+            for worker in self.workers
+        ]
+        try:
+            return await asyncio.gather(*calls)
+        except WorkerError as error:
+            if len(self.workers) > 1 and not isinstance(error, WorkerDied):
+                await self._raise_of_the_dead(_LAST_WORDS_S, error)
+            raise
+        finally:
+            for call in calls:
+                call.cancel()
+            await asyncio.gather(*calls, return_exceptions=True)
+
+    async def alive(self) -> None:
+        """Returns never; raises WorkerDied when one of the processes has ended."""
+        await self._raise_of_the_dead(None, None)
+
+    async def close(self) -> None:
+        """End them. May be called twice."""
+        await asyncio.gather(*(worker.close() for worker in self.workers))
+        if self._meeting is not None:
+            shutil.rmtree(self._meeting, ignore_errors=True)
+
+    async def _raise_of_the_dead(self, for_s: float | None, cause: Exception | None) -> None:
+        ends = [worker.died for worker in self.workers]
+        done, _ = await asyncio.wait(ends, timeout=for_s, return_when=asyncio.FIRST_COMPLETED)
+        for end in done:
+            raise WorkerDied(end.result()) from cause
+
+
+def _log_of(log: Path | None, rank: int) -> Path | None:
+    if log is None or rank == 0:
+        return log
+    return log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")
+
+
+def _environment() -> dict[str, str]:
+    """gloo otherwise listens where the machine's name points to: nowhere, or at a network."""
+    if _INTERFACE in os.environ:
+        return {}
+    return {_INTERFACE: "lo0" if sys.platform == "darwin" else "lo"}
