@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "reward",
         "weights",
         "engine",
+        "calls",
         "worker",
         "heads",
         "models",

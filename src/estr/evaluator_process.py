@@ -6,6 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .calls import Calls
 from .config import Recipe
 from .weights import WeightStore
 from .worker import Worker
@@ -20,7 +21,7 @@ _TIMEOUT_S = 3600.0
 class EvaluatorProcess:
     """Evaluates retained versions beside the training, from which it takes only idle time."""
 
-    def __init__(self, worker: Worker, k: int) -> None:
+    def __init__(self, worker: Calls, k: int) -> None:
         self.worker = worker
         self._k = k
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .buffer import StepResult, TrainingGroup
+from .calls import Calls
 from .config import Recipe
 from .types import Finding, Segment
 from .weights import WeightStore
@@ -56,9 +57,9 @@ class TrainerClient(Protocol):
 
 
 class TrainerProcess:
-    """TrainerClient over a spawned Trainer."""
+    """TrainerClient over a TrainerHost elsewhere."""
 
-    def __init__(self, worker: Worker, timeout_s: float) -> None:
+    def __init__(self, worker: Calls, timeout_s: float) -> None:
         self.worker = worker
         self.busy = 0.0
         """Share of wall time at work, from the last batch's end to this one's."""
