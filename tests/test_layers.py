@@ -72,6 +72,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "evaluation",
         "evaluations",
         "evaluator_process",
+        "processes",
+        "cluster",
         "problems",
         "wandb_log",
     ),
@@ -90,7 +92,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "check",
         "api",
     ),
-    ("cluster", "integrations"),
+    ("integrations",),
     ("estr", "cli", "__main__"),
 )
 """Every module or package directly under estr ("estr" is the package's own __init__). A module may

@@ -82,6 +82,8 @@ class Calls(ABC):
     def _send(self, number: int, method: str, args: tuple[Any, ...]) -> None:
         if self.died.done():
             raise WorkerDied(self.died.result())
+        if self._closing and number != NO_ANSWER:
+            raise WorkerDied(f"{self.place} was closed")
         if not self._outbox:
             asyncio.get_running_loop().call_soon(self._flush)
         self._outbox.append((number, method, args))

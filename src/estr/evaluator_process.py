@@ -49,7 +49,7 @@ class EvaluatorProcess:
 
     async def export(self, folder: Path) -> None:
         """The weights evaluated last as a Hugging Face folder."""
-        await self.worker.call("export", folder, timeout_s=_TIMEOUT_S)
+        await self.worker.call("export", folder.absolute(), timeout_s=_TIMEOUT_S)
 
     async def close(self) -> None:
         """End it. May be called twice."""

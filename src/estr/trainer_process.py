@@ -100,13 +100,13 @@ class TrainerProcess:
         return int(await self.worker.call("publish", timeout_s=_FILE_TIMEOUT_S))
 
     async def save(self, folder: Path) -> None:
-        await self.worker.call("save", folder, timeout_s=_FILE_TIMEOUT_S)
+        await self.worker.call("save", folder.absolute(), timeout_s=_FILE_TIMEOUT_S)
 
     async def restore(self, folder: Path) -> int:
-        return int(await self.worker.call("restore", folder, timeout_s=_FILE_TIMEOUT_S))
+        return int(await self.worker.call("restore", folder.absolute(), timeout_s=_FILE_TIMEOUT_S))
 
     async def export(self, folder: Path) -> None:
-        await self.worker.call("export", folder, timeout_s=_FILE_TIMEOUT_S)
+        await self.worker.call("export", folder.absolute(), timeout_s=_FILE_TIMEOUT_S)
 
     async def statistics(self) -> dict[str, float]:
         counters: dict[str, float]
