@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
+import warnings
+from collections.abc import Iterator
 
 import pytest
 
 MARKS = [
     pytest.mark.ray,
     pytest.mark.timeout(900),
-    # Ray starts processes and leaves their files to the collector.
-    pytest.mark.filterwarnings("ignore::ResourceWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
     pytest.mark.skipif(
@@ -26,5 +28,14 @@ SMALL = [
     "eval.every=0",
     "eval.final_problems=4",
     "checkpoint.every_steps=2",
-    "guard=warn",
 ]
+
+
+@contextlib.contextmanager
+def processes_of_ray_left_alone() -> Iterator[None]:
+    """Ray forgets the Popen of each process that it has started, whether it has ended or not, and
+    Python warns when it collects one. After the block they are collected."""
+    yield
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()

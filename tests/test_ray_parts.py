@@ -17,7 +17,7 @@ from estr.cluster.ray_worker import Place, RayWorker
 from estr.cluster.session import Session
 from estr.errors import ConfigError, EngineError, WeightsError, WorkerDied, WorkerError
 from estr.options.run import RayOptions
-from ray_cases import MARKS
+from ray_cases import MARKS, processes_of_ray_left_alone
 
 pytestmark = MARKS
 
@@ -25,10 +25,12 @@ pytestmark = MARKS
 @pytest.fixture(scope="module", autouse=True)
 def session() -> Iterator[Session]:
     before = signal.getsignal(signal.SIGTERM)
-    session = Session(RayOptions(), num_cpus=1, weights_bytes=16 << 20)
-    assert signal.getsignal(signal.SIGTERM) is before, "a run stops on SIGTERM, Ray must not"
-    yield session
-    session.close()
+    with processes_of_ray_left_alone():
+        session = Session(RayOptions(), num_cpus=1, weights_bytes=16 << 20)
+        assert signal.getsignal(signal.SIGTERM) is before, "a run stops on SIGTERM, Ray must not"
+        yield session
+        session.close()
+        del session
 
 
 @pytest.fixture(autouse=True)
@@ -117,19 +119,30 @@ def test_a_buffer_under_a_wrong_label_is_refused() -> None:
 
 def test_a_board_that_is_gone_is_named() -> None:
     import ray
+    from ray.exceptions import RayActorError
 
     board = start_board(keep=2)
     store = RayWeightStore(board)
     assert store.latest() is None
     ray.kill(board)
+    with pytest.raises(RayActorError):  # it is killed beside what goes on here
+        ray.get([board.versions.remote() for _ in range(1000)], timeout=60)
     with pytest.raises(WeightsError, match="the board of weights does not answer: ActorDiedError"):
         store.latest()
 
 
-def test_an_address_where_no_cluster_is_gives_the_remedy(session: Session) -> None:
-    session.close()
-    try:
-        with pytest.raises(ConfigError, match=r"ray.address = '127.0.0.1:1': no Ray cluster"):
-            Session(RayOptions("127.0.0.1:1"), num_cpus=1, weights_bytes=0)
-    finally:
-        session.__init__(RayOptions(), num_cpus=1, weights_bytes=16 << 20)  # type: ignore[misc]
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "no Ray cluster can be reached there .*refused.*`ray start --head`"),
+        ("somewhere", 'is neither "local", "auto" nor HOST:PORT'),
+    ],
+)
+def test_an_address_where_no_cluster_is_gives_the_remedy(
+    address: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=f"ray.address = '{address}'.*{words}"):
+        Session(RayOptions(address), num_cpus=1, weights_bytes=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import sys
 import threading
 import warnings
@@ -15,6 +16,8 @@ from ..options.run import RayOptions
 
 _SPARE_BYTES = 128 << 20
 """Of the object store of a local Ray, beside the weights: batches on their way to the trainer."""
+
+_CONNECT_TIMEOUT_S = 20.0
 
 # Nothing is sent home, and no advice is printed on every start.
 _ENVIRONMENT = {
@@ -38,6 +41,8 @@ class Session:
             return
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
+        if options.address not in ("local", "auto"):
+            _require_listener(options.address)
         local = {
             "num_cpus": num_cpus,
             "include_dashboard": False,
@@ -55,10 +60,7 @@ class Session:
                     **(local if options.address == "local" else {}),
                 )
         except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise ConfigError(
-                f"ray.address = {options.address!r}: no Ray cluster can be reached there "
-                f"({error}); start one with `ray start --head`, or say ray.address = 'local'"
-            ) from error
+            raise _unreachable(options.address, error) from error
 
     def close(self) -> None:
         """Leave the cluster; a local Ray ends."""
@@ -67,6 +69,24 @@ class Session:
         if self._ours and ray.is_initialized():
             with _signals_kept():
                 ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raise ConfigError unless somebody listens there; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f'ray.address = {address!r} is neither "local", "auto" nor HOST:PORT')
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"ray.address = {address!r}: no Ray cluster can be reached there ({error}); start one with "
+        "`ray start --head`, or say ray.address = 'local'"
+    )
 
 
 @contextlib.contextmanager
