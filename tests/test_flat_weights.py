@@ -49,7 +49,7 @@ def test_one_changed_byte_is_seen(place: int) -> None:
 
 def test_a_wrong_label_is_seen() -> None:
     manifest, flat = pack(3, state())
-    with pytest.raises(WeightsError, match="not version 4 .* its manifest says version 3"):
+    with pytest.raises(WeightsError, match=r"not version 4 .* its manifest says version 3"):
         unpack(manifest, 4, flat)
     with pytest.raises(WeightsError, match="not version 4"):
         unpack(dataclasses.replace(manifest, version=4), 4, flat)
