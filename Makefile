@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: train test browser lint types smollm2 vllm test-vllm chaos faults conformance clean help
+.PHONY: train test browser lint types smollm2 vllm test-vllm test-ray chaos faults conformance clean help
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -56,6 +56,10 @@ $(VLLM)/.installed:
 
 test-vllm: $(SETUP) $(VLLM)/.installed ## test the vLLM engine (needs SmolLM2: make smollm2)
 	$(BIN)/python -m pytest -m vllm
+
+test-ray: $(SETUP) ## test the Ray placement (installs the extra `ray`)
+	$(BIN)/python -m pip install --quiet --editable '.[ray]'
+	$(BIN)/python -m pytest -m ray
 
 KILLS ?= 200
 chaos: $(SETUP) ## kill runs KILLS times, resume them, count what was lost

@@ -533,3 +533,21 @@ def test_a_bound_that_cannot_hold_is_refused_and_one_more_is_enough(s: int, m: i
     with pytest.raises(ConfigError, match=f"raise max_staleness to {s + 1}"):
         recipe_from_table({**table, "max_staleness": s})
     assert recipe_from_table({**table, "max_staleness": s + 1}).max_staleness == s + 1
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"engine": {"count": 2}}, "engine.count = 2 needs placement = 'ray'"),
+        ({"engine": {"count": 0}}, "engine.count must be at least 1, not 0"),
+        ({"placement": "ray", "engine": {"name": "vllm"}}, "needs engine.name = 'local'"),
+        ({"placement": "ray", "deterministic": True}, "needs deterministic = false"),
+        (
+            {"placement": "ray", "trainer": {"device": "cuda:1"}},
+            "trainer.device = 'cpu' or 'cuda:0'",
+        ),
+        ({"ray": {"address": ""}}, "ray.address must be"),
+    ],
+)
+def test_a_placement_that_cannot_be(table, words):
+    assert words in refusal(table)

@@ -41,6 +41,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "reward",
         "weights",
         "engine",
+        "calls",
         "worker",
         "rank_workers",
         "heads",
@@ -75,6 +76,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "evaluation",
         "evaluations",
         "evaluator_process",
+        "processes",
+        "cluster",
         "problems",
         "wandb_log",
     ),
@@ -93,7 +96,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "check",
         "api",
     ),
-    ("cluster", "integrations"),
+    ("integrations",),
     ("estr", "cli", "__main__"),
 )
 """Every module or package directly under estr ("estr" is the package's own __init__). A module may

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from estr.errors import EngineError, WorkerDied, WorkerError
-from estr.worker import Worker, _last_lines
+from estr.worker import Worker, last_lines
 
 
 @pytest.fixture(autouse=True)
@@ -111,5 +111,7 @@ async def test_large_messages_pass_both_ways() -> None:
 def test_of_a_log_only_its_end_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_bytes(b"x" * 9000 + b"\n" + b"".join(b"line %d\n" % i for i in range(8)))
-    assert _last_lines(log) == ["line 3", "line 4", "line 5", "line 6", "line 7", ""]
-    assert _last_lines(Path("/dev/zero")) == _last_lines(tmp_path / "none") == []
+    assert last_lines(log) == "\n".join(
+        ["", f"last lines of {log}:", *(f"line {number}" for number in range(3, 8))]
+    )
+    assert last_lines(Path("/dev/zero")) == last_lines(tmp_path / "none") == last_lines(None) == ""

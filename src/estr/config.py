@@ -31,6 +31,7 @@ from .options.run import (
     KlOptions,
     LoraOptions,
     LossOptions,
+    RayOptions,
     RolloutOptions,
     SamplingOptions,
     TrainerOptions,
@@ -82,6 +83,9 @@ class Recipe:
     """Record every trained token in ledger/; docs/ledger.md."""
     guard: typing.Literal["off", "warn", "stop"] = "warn"
     """What happens when a check finds that the data is not what it claims to be; docs/guard.md."""
+    placement: typing.Literal["local", "ray"] = "local"
+    """Where engines and trainer run. local: processes of this machine; ray: actors of a Ray
+    cluster, docs/ray.md."""
     sampling: SamplingOptions = field(default_factory=SamplingOptions)
     engine: EngineOptions = field(default_factory=EngineOptions)
     trainer: TrainerOptions = field(default_factory=TrainerOptions)
@@ -92,6 +96,7 @@ class Recipe:
     rollout: RolloutOptions = field(default_factory=RolloutOptions)
     eval: EvalOptions = field(default_factory=EvalOptions)
     checkpoint: CheckpointOptions = field(default_factory=CheckpointOptions)
+    ray: RayOptions = field(default_factory=RayOptions)
     wandb: WandbOptions = field(default_factory=WandbOptions)
 
     def __post_init__(self) -> None:
@@ -140,6 +145,33 @@ class Recipe:
             f"sampling.max_new_tokens = {self.sampling.max_new_tokens} exceeds "
             f"sampling.max_tokens = {self.sampling.max_tokens}",
         )
+        self._check_placement()
+
+    def _check_placement(self) -> None:
+        if self.placement == "local":
+            require(
+                self.engine.count == 1,
+                f"engine.count = {self.engine.count} needs placement = 'ray', which starts a Ray "
+                "of its own on this machine unless ray.address says otherwise",
+            )
+            return
+        require(
+            self.engine.name == "local",
+            f"placement = 'ray' needs engine.name = 'local', not {self.engine.name!r}: vLLM lives "
+            "in a virtual environment of its own, where no actor can be started",
+        )
+        require(
+            not self.deterministic,
+            "placement = 'ray' needs deterministic = false: an engine that may be replaced, "
+            "wherever there is room, follows no recorded schedule",
+        )
+        for key in ("engine", "trainer"):
+            device = getattr(self, key).device
+            require(
+                device in ("cpu", "cuda", "cuda:0"),
+                f"placement = 'ray' needs {key}.device = 'cpu' or 'cuda:0', not {device!r}: every "
+                "actor sees only the GPU that Ray has given to it",
+            )
 
     def to_toml(self) -> str:
         """The resolved recipe, readable by load_recipe."""

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from . import blocking
+from .calls import portable
 from .config import Recipe
 from .environment import Task
 from .errors import ConfigError, EngineError, EstrError, WeightsError
@@ -50,7 +51,6 @@ from .subject import (
 )
 from .types import RolloutId, Trajectory
 from .weights import WeightStore
-from .worker import portable
 
 EVALUATION_RUNS = 1 << 63
 """Added to the seed in the names of evaluation rollouts. A training run is named by its seed, which

@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .calls import Calls
 from .config import Recipe
 from .weights import WeightStore
 from .worker import Worker
@@ -23,7 +24,7 @@ _WATCH_S = 1.0
 class EvaluatorProcess:
     """Evaluates retained versions beside the training, from which it takes only idle time."""
 
-    def __init__(self, worker: Worker, *, k: int, timeout_s: float) -> None:
+    def __init__(self, worker: Calls, *, k: int, timeout_s: float) -> None:
         self.worker = worker
         self._k = k
         self._timeout_s = timeout_s
@@ -59,7 +60,7 @@ class EvaluatorProcess:
 
     async def export(self, folder: Path) -> None:
         """The weights evaluated last as a Hugging Face folder."""
-        await self.worker.call("export", folder, timeout_s=_FILE_TIMEOUT_S)
+        await self.worker.call("export", folder.absolute(), timeout_s=_FILE_TIMEOUT_S)
 
     async def close(self) -> None:
         """End it. May be called twice."""

@@ -16,6 +16,8 @@ def check_packages(recipe: Recipe) -> None:
     require_interpreter(recipe.engine)
     if recipe.lora.rank:
         require_peft()
+    if recipe.placement == "ray" and importlib.util.find_spec("ray") is None:
+        raise ConfigError("placement = 'ray' needs the package ray: pip install 'estr[ray]'")
     if recipe.wandb.project and importlib.util.find_spec("wandb") is None:
         raise ConfigError("wandb.project needs the package wandb: pip install 'estr[wandb]'")
     if (
@@ -32,6 +34,8 @@ def check_devices(recipe: Recipe) -> None:
     """Raises ConfigError where a device is none that torch knows, or is not in this machine."""
     import torch
 
+    if recipe.placement == "ray" and recipe.ray.address != "local":
+        return  # of a cluster only Ray knows what it has
     # vLLM has a torch of its own, and sees for itself what that one finds.
     keys = ("trainer",) if recipe.engine.name == "vllm" else ("engine", "trainer")
     for key in keys:

@@ -15,11 +15,12 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .calls import Calls
 from .errors import WorkerDied, WorkerError
 from .worker import Worker
 
@@ -32,17 +33,18 @@ _INTERFACE = "GLOO_SOCKET_IFNAME"
 @dataclass(frozen=True, slots=True)
 class Place:
     """Where one process stands among its ranks. meeting: a file that none has used before, by which
-    they find each other."""
+    they find each other. own_devices: the device of the recipe is another one for each of them."""
 
     rank: int
     size: int
     meeting: Path
+    own_devices: bool = False
 
 
 class RankWorkers:
     """One worker for each rank, or a single one that knows of no ranks."""
 
-    def __init__(self, workers: Sequence[Worker], meeting: Path | None) -> None:
+    def __init__(self, workers: Sequence[Calls], meeting: Path | None = None) -> None:
         self.workers = workers
         self._meeting = meeting
 
@@ -59,20 +61,38 @@ class RankWorkers:
         """Spawn `size` processes, each of which gets its `place` besides kwargs; one alone gets
         none. As soon as one does not come up, the others are given up. log: that of rank 0, the
         others have theirs beside it. Raises as `Worker.start` does."""
+
+        async def start_rank(place: Place | None) -> Worker:
+            if place is None:
+                return await Worker.start("trainer", factory, kwargs, threads=threads, log=log)
+            return await Worker.start(
+                f"trainer rank {place.rank}",
+                factory,
+                {**kwargs, "place": place},
+                threads=threads,
+                log=log_of(log, place.rank),
+                env=_environment(),
+            )
+
+        return await cls.bring_up(size, start_rank)
+
+    @classmethod
+    async def bring_up(
+        cls,
+        size: int,
+        start_rank: Callable[[Place | None], Awaitable[Calls]],
+        *,
+        shared: Path | None = None,
+    ) -> RankWorkers:
+        """Start every rank by start_rank(its place), which is None for one alone. shared: a folder
+        that all of them see, where they meet, each on a device of its own; None: they live on this
+        machine."""
         if size == 1:
-            alone = await Worker.start("trainer", factory, kwargs, threads=threads, log=log)
-            return cls([alone], None)
-        meeting = Path(tempfile.mkdtemp(prefix="estr-ranks-"))
+            return cls([await start_rank(None)])
+        meeting = Path(tempfile.mkdtemp(prefix="estr-ranks-", dir=shared))
         starts = [
-            asyncio.create_task(
-                Worker.start(
-                    f"trainer rank {rank}",
-                    factory,
-                    {**kwargs, "place": Place(rank, size, meeting / "store")},
-                    threads=threads,
-                    log=_log_of(log, rank),
-                    env=_environment(),
-                )
+            asyncio.ensure_future(
+                start_rank(Place(rank, size, meeting / "store", own_devices=shared is not None))
             )
             for rank in range(size)
         ]
@@ -122,7 +142,8 @@ class RankWorkers:
             raise WorkerDied(end.result()) from cause
 
 
-def _log_of(log: Path | None, rank: int) -> Path | None:
+def log_of(log: Path | None, rank: int) -> Path | None:
+    """Of a rank beside rank 0, which writes to `log` itself."""
     if log is None or rank == 0:
         return log
     return log.with_name(f"{log.stem}-rank-{rank}{log.suffix}")

@@ -8,52 +8,41 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import math
 import shlex
-import shutil
-import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from . import blocking
 from .checkpoint import Checkpoints, saved_columns
+from .cluster.placement import RayProcesses
 from .config import Recipe
-from .engines.process import EngineProcess
 from .errors import CheckpointError, ConfigError, DataError, EstrError, Interrupted
 from .evaluations import Evaluations
-from .evaluator_process import EvaluatorProcess
 from .ledger import LedgerWriter
 from .loop import Loop
 from .machine import check_devices, check_packages
 from .metrics import MetricsWriter
 from .problems import check_curriculum
+from .processes import LocalProcesses, Processes
 from .progress import Reporter, SilentReporter
 from .resume import Saved, find_replayed, find_saved, set_aside
 from .rollout import RolloutSetting
-from .run_folder import RunFolder, Summary, recipe_changes, weights_folder
+from .run_folder import RunFolder, Summary, recipe_changes
 from .schedule import (
     ENGINE_FILE,
     LOOP_FILE,
-    EngineSchedule,
     Event,
     EventLog,
-    Position,
     Replay,
     Schedule,
     read_run_events,
     require_whole_plan,
 )
 from .subject import data_fingerprint, model_folder, resolve_plays
-from .trainer_process import TrainerProcess
-from .types import Finding
 from .wandb_log import WandbLog
-from .weights import FileWeightStore
 from .worker import busy_share, guard_share
-
-_BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
 
 
 def train(
@@ -113,77 +102,6 @@ def _replayable(recipe: Recipe, recorded: RunFolder) -> list[Event]:
     return loop
 
 
-@dataclass(slots=True)
-class _Processes:
-    """The spawned processes of one run, closed together."""
-
-    engine: EngineProcess
-    trainer: TrainerProcess
-    evaluator: EvaluatorProcess
-
-    @classmethod
-    async def start(
-        cls,
-        model: Path,
-        recipe: Recipe,
-        store: FileWeightStore,
-        folder: RunFolder,
-        replay: Path | None,
-    ) -> _Processes:
-        """All at once; as soon as one does not come up, the others are given up."""
-        log = folder.log
-        schedule = None
-        if recipe.deterministic:
-            plan = None if replay is None else replay / ENGINE_FILE
-            schedule = EngineSchedule(folder.path / ENGINE_FILE, plan)
-        engine = asyncio.create_task(
-            EngineProcess.start(
-                model, recipe.engine, in_flight=recipe.in_flight, log=log, schedule=schedule
-            )
-        )
-        trainer = asyncio.create_task(TrainerProcess.start(model, recipe, store, log=log))
-        evaluator = asyncio.create_task(EvaluatorProcess.start(model, recipe, store, log=log))
-        try:
-            await asyncio.gather(engine, trainer, evaluator)
-        except BaseException:
-            for task in (engine, trainer, evaluator):
-                task.cancel()  # a start that is cancelled ends its process
-            ended = await asyncio.gather(engine, trainer, evaluator, return_exceptions=True)
-            up = [process for process in ended if not isinstance(process, BaseException)]
-            await asyncio.gather(*(process.close() for process in up))
-            raise
-        return cls(engine.result(), trainer.result(), evaluator.result())
-
-    def watchers(self, recipe: Recipe) -> list[Callable[[], Coroutine[Any, Any, None]]]:
-        """What notices the death of a process, or an engine that hangs."""
-        return [
-            lambda: self.engine.watch(recipe.engine.timeout_s),
-            self.trainer.alive,
-            self.evaluator.worker.alive,
-        ]
-
-    def gauges(self) -> dict[str, float]:
-        """Shares of wall time that the processes spent at work since the last step."""
-        return {"engine_busy": self.engine.take_busy(), "trainer_busy": self.trainer.busy}
-
-    async def statistics(self) -> list[dict[str, float]]:
-        """Of engine and trainer, and the CPU time of this process."""
-        own = {"cpu_s": time.process_time(), "guard_s": 0.0}
-        return [await self.engine.statistics(), await self.trainer.statistics(), own]
-
-    def canaries(self, recipe: Recipe) -> Callable[[], Coroutine[Any, Any, list[Finding]]]:
-        """What the engine draws behind fixed prompts, judged by the trainer's guard."""
-
-        async def check() -> list[Finding]:
-            drawn = await self.engine.probe(recipe.sampling.temperature)
-            return await self.trainer.check_canaries(drawn, self.engine.seen)
-
-        return check
-
-    async def close(self) -> None:
-        await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
-
-
 async def _train(
     recipe: Recipe, reporter: Reporter, runs: Path, resume: _Resume | None, replay: Path | None
 ) -> Summary:
@@ -209,15 +127,15 @@ async def _train(
             set_aside(saved, folder, recipe)
         schedule = _schedule(folder, recipe, saved, planned)
         stack.callback(schedule.close)
-        store = FileWeightStore(
-            weights_folder(folder, _bytes_needed(model, recipe)), keep=recipe.max_staleness + 2
-        )
-        stack.callback(shutil.rmtree, store.folder, ignore_errors=True)
         also = _logs(recipe, folder)
         for log in also:
             stack.callback(log.close)
         reporter.starting()
-        processes = await _Processes.start(model, recipe, store, folder, replay)
+        processes: Processes
+        if recipe.placement == "ray":
+            processes = await RayProcesses.start(model, recipe, folder, reporter.message)
+        else:
+            processes = await LocalProcesses.start(model, recipe, folder, replay)
         try:
             settings = [
                 RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
@@ -229,7 +147,7 @@ async def _train(
                 recipe,
                 settings[0],
                 processes.trainer,
-                store,
+                processes.store,
                 other_settings=settings[1:],
                 reporter=reporter,
                 writer=writer,
@@ -241,7 +159,7 @@ async def _train(
                 canaries=None if recipe.guard == "off" else processes.canaries(recipe),
                 stop=stop,
                 schedule=schedule,
-                engine_position=lambda: processes.engine.position,
+                engine_position=lambda: processes.position,
             )
             if saved is not None:
                 await _restore(saved, loop)
@@ -278,18 +196,6 @@ def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
     return LedgerWriter(folder.path, correction=recipe.correction, aggregation=loss.aggregation)
 
 
-def _bytes_needed(model: Path, recipe: Recipe) -> int:
-    """By all versions that the store keeps, in the type that the engine takes."""
-    from safetensors import safe_open
-
-    count = 0
-    for path in model.glob("*.safetensors"):
-        with safe_open(path, framework="np") as file:
-            names = file.keys()  # it cannot be iterated over itself
-            count += sum(math.prod(file.get_slice(name).get_shape()) for name in names)
-    return (recipe.max_staleness + 2) * count * _BYTES_PER_WEIGHT[recipe.engine.dtype]
-
-
 def _schedule(
     folder: RunFolder, recipe: Recipe, saved: Saved | None, planned: list[Event] | None
 ) -> Schedule:
@@ -311,17 +217,14 @@ def _schedule(
     return Schedule(log, replay, deterministic=recipe.deterministic)
 
 
-async def _run(
-    loop: Loop, processes: _Processes, folder: RunFolder, saved: Saved | None
-) -> Summary:
+async def _run(loop: Loop, processes: Processes, folder: RunFolder, saved: Saved | None) -> Summary:
     """Everything between the start of the processes and their end."""
     recipe = loop.recipe
     try:
         version = await processes.trainer.publish()
         await processes.engine.load(version, loop.store, recipe.kv)
         if recipe.deterministic:
-            position = None if saved is None else saved.position
-            await processes.engine.begin(position or Position())
+            await processes.begin(None if saved is None else saved.position)
         loop.reporter.started(recipe, folder, loop.step)
         if not loop.evaluations.found and not loop.stopping:
             await loop.evaluations.evaluate(version, recipe.eval.final_problems)

@@ -57,7 +57,7 @@ class TrainerClient(Protocol):
 
 
 class TrainerProcess:
-    """TrainerClient over a spawned Trainer, or over several that train together (`estr.ranks`)."""
+    """TrainerClient over a Trainer elsewhere, or several that train together (`estr.ranks`)."""
 
     def __init__(self, workers: RankWorkers, timeout_s: float) -> None:
         self.busy = 0.0
@@ -105,14 +105,16 @@ class TrainerProcess:
         return int(version)
 
     async def save(self, folder: Path) -> None:
-        await self._workers.call("save", folder, timeout_s=_FILE_TIMEOUT_S)
+        await self._workers.call("save", folder.absolute(), timeout_s=_FILE_TIMEOUT_S)
 
     async def restore(self, folder: Path) -> int:
-        version, *_ = await self._workers.call("restore", folder, timeout_s=_FILE_TIMEOUT_S)
+        version, *_ = await self._workers.call(
+            "restore", folder.absolute(), timeout_s=_FILE_TIMEOUT_S
+        )
         return int(version)
 
     async def export(self, folder: Path) -> None:
-        await self._workers.call("export", folder, timeout_s=_FILE_TIMEOUT_S)
+        await self._workers.call("export", folder.absolute(), timeout_s=_FILE_TIMEOUT_S)
 
     async def statistics(self) -> dict[str, float]:
         """Of rank 0, with the CPU time of all."""
@@ -141,7 +143,7 @@ class TrainerHost:
             require_determinism()
         self._ranks = ALONE
         if place is not None:
-            recipe = _of_rank(recipe, place.rank)
+            recipe = _of_rank(recipe, place)
             options = recipe.trainer
             self._ranks = join(place, options.device, options.timeout_s)
 
@@ -214,9 +216,11 @@ class TrainerHost:
         self._ranks.leave()
 
 
-def _of_rank(recipe: Recipe, rank: int) -> Recipe:
+def _of_rank(recipe: Recipe, place: Place) -> Recipe:
     from .ranks import rank_device
 
+    if place.own_devices:
+        return recipe
     options = recipe.trainer
-    own = dataclasses.replace(options, device=rank_device(options.device, rank))
+    own = dataclasses.replace(options, device=rank_device(options.device, place.rank))
     return dataclasses.replace(recipe, trainer=own)

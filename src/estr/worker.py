@@ -23,7 +23,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import importlib
-import itertools
 import os
 import pickle
 import signal
@@ -36,30 +35,22 @@ import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from . import errors
-from .errors import EstrError, WorkerDied, WorkerError
+from .calls import NO_ANSWER, Calls, Message, portable
 
 _HEADER = struct.Struct("!Q")
-_NO_ANSWER = -1
 _IDLE_POLL_S = 1.0
 _LOG_TAIL_BYTES = 4096
 
 
-class Worker:
+class Worker(Calls):
     """The controller's end. All methods are called from one event loop."""
 
     def __init__(self, name: str, process: subprocess.Popen[bytes], log: Path | None) -> None:
-        self.name = name
-        self.died: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        """Set, with the reason, when the process ends without having been asked to."""
+        super().__init__(name)
         self._process = process
         self._log = log
-        self._numbers = itertools.count()
-        self._calls: dict[int, asyncio.Future[Any]] = {}
-        self._outbox: list[tuple[int, str, tuple[Any, ...]]] = []
-        self._closing = False
         self._reading: asyncio.Task[None] | None = None
         self._writer: asyncio.StreamWriter
 
@@ -106,7 +97,7 @@ class Worker:
         try:
             reader, worker._writer = await asyncio.open_connection(sock=ours)
             worker._reading = asyncio.create_task(worker._read(reader), name=f"read {name}")
-            path = _search_path() if python == sys.executable else None
+            path = search_path() if python == sys.executable else None
             await worker.call("", factory, dict(kwargs), threads, path, timeout_s=timeout_s)
         except BaseException:
             worker._kill()
@@ -118,41 +109,15 @@ class Worker:
     def pid(self) -> int:
         return self._process.pid
 
-    async def call(self, method: str, *args: Any, timeout_s: float | None) -> Any:
-        """The result of host.method(*args). Raises what the host raised (an EstrError keeps its
-        class, anything else becomes WorkerError), WorkerError after timeout_s, WorkerDied."""
-        number = next(self._numbers)
-        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._calls[number] = future
-        try:
-            self._send(number, method, args)
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError as error:
-            what = f"answer {method!r}" if method else "come up"
-            raise WorkerError(
-                f"the {self.name} process (pid {self.pid}) did not {what} within {timeout_s:g} s"
-            ) from error
-        finally:
-            self._calls.pop(number, None)
-
-    def notify(self, method: str, *args: Any) -> None:
-        """Call host.method(*args) without waiting for anything."""
-        if not self.died.done():
-            self._send(_NO_ANSWER, method, args)
-
-    async def alive(self, for_s: float | None = None) -> None:
-        """Returns after for_s (None: never) unless the process ends before: WorkerDied."""
-        done, _ = await asyncio.wait([self.died], timeout=for_s)
-        if done:
-            raise WorkerDied(self.died.result())
+    @property
+    def place(self) -> str:
+        return f"the {self.name} process (pid {self.pid})"
 
     async def close(self, timeout_s: float = 5.0) -> None:
-        """Ask the process to end; kill it after timeout_s. May be called twice."""
         self._closing = True
         if self._process.poll() is None:
             if not self.died.done():
-                self._send(_NO_ANSWER, "close", ())
+                self._send(NO_ANSWER, "close", ())
             deadline = time.monotonic() + timeout_s
             while self._process.poll() is None and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)
@@ -171,15 +136,7 @@ class Worker:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout=10)
 
-    def _send(self, number: int, method: str, args: tuple[Any, ...]) -> None:
-        if self.died.done():
-            raise WorkerDied(self.died.result())
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outbox.append((number, method, args))
-
-    def _flush(self) -> None:
-        frame, self._outbox = self._outbox, []
+    def _transmit(self, frame: list[Message]) -> None:
         data = pickle.dumps(frame, protocol=pickle.HIGHEST_PROTOCOL)
         if not self._writer.is_closing():
             self._writer.write(_HEADER.pack(len(data)))
@@ -189,14 +146,7 @@ class Worker:
         try:
             while True:
                 (size,) = _HEADER.unpack(await reader.readexactly(_HEADER.size))
-                for number, result in pickle.loads(await reader.readexactly(size)):
-                    future = self._calls.get(number)
-                    if future is None or future.done():
-                        continue
-                    if isinstance(result, BaseException):
-                        future.set_exception(result)
-                    else:
-                        future.set_result(result)
+                self._deliver(pickle.loads(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._fail_calls(await self._describe_end())
 
@@ -209,25 +159,18 @@ class Worker:
         how = f"exit status {code}"
         if code is not None and code < 0:
             how = f"killed by {signal.Signals(-code).name}"
-        lines = [] if self._log is None else _last_lines(self._log)
-        tail = "\n".join(["", f"last lines of {self._log}:", *lines]).rstrip() if lines else ""
-        return f"the {self.name} process (pid {self.pid}) ended: {how}{tail}"
-
-    def _fail_calls(self, reason: str) -> None:
-        if not self._closing and not self.died.done():
-            self.died.set_result(reason)
-        for future in self._calls.values():
-            if not future.done():
-                future.set_exception(WorkerDied(reason))
+        return f"{self.place} ended: {how}{last_lines(self._log)}"
 
 
-def _last_lines(log: Path) -> list[str]:
-    """The end of a log, however long it is; [] of what is no file (a device has no end)."""
-    if not log.is_file():
-        return []
+def last_lines(log: Path | None) -> str:
+    """The end of a log, however long it is, as the last paragraph of a message; nothing of what is
+    no file (a device has no end)."""
+    if log is None or not log.is_file():
+        return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
-        return file.read(_LOG_TAIL_BYTES).decode(errors="replace").split("\n")[-6:]
+        lines = file.read(_LOG_TAIL_BYTES).decode(errors="replace").split("\n")[-6:]
+    return "\n".join(["", f"last lines of {log}:", *lines]).rstrip()
 
 
 def busy_share(before: Mapping[str, float], after: Mapping[str, float]) -> float:
@@ -284,7 +227,7 @@ def guard_share(
     return spent / cpu if cpu > 0 else 0.0
 
 
-def _search_path() -> list[str]:
+def search_path() -> list[str]:
     """What is importable here is importable there, wherever a script keeps its modules."""
     return [os.path.abspath(entry) for entry in sys.path]
 
@@ -296,14 +239,25 @@ def require_determinism() -> None:
     torch.use_deterministic_algorithms(True)
 
 
-class _Channel:
-    """The worker's end: blocking frames over the inherited socket."""
+class Channel(Protocol):
+    """The host's end: blocking frames."""
+
+    def receive(self, timeout_s: float | None) -> list[Message]:
+        """One frame of messages; [] when none came in time. Raises EOFError at the end."""
+        ...
+
+    def send(self, answers: list[tuple[int, Any]]) -> None:
+        """One frame of answers."""
+        ...
+
+
+class _SocketChannel:
+    """Blocking frames over the inherited socket."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
 
-    def receive(self, timeout_s: float | None) -> list[tuple[int, str, tuple[Any, ...]]]:
-        """One frame of messages; [] when none came in time. Raises EOFError at the end."""
+    def receive(self, timeout_s: float | None) -> list[Message]:
         self._sock.settimeout(timeout_s)
         try:
             head = self._sock.recv(_HEADER.size)
@@ -313,7 +267,7 @@ class _Channel:
         head += self._exactly(_HEADER.size - len(head)) if head else b""
         if not head:
             raise EOFError
-        messages: list[tuple[int, str, tuple[Any, ...]]]
+        messages: list[Message]
         messages = pickle.loads(self._exactly(_HEADER.unpack(head)[0]))
         return messages
 
@@ -327,22 +281,10 @@ class _Channel:
             view = view[got:]
         return bytes(buffer)
 
-    def send(self, results: list[tuple[int, Any]]) -> None:
-        data = pickle.dumps(results, protocol=pickle.HIGHEST_PROTOCOL)
+    def send(self, answers: list[tuple[int, Any]]) -> None:
+        data = pickle.dumps(answers, protocol=pickle.HIGHEST_PROTOCOL)
         self._sock.settimeout(None)
         self._sock.sendall(_HEADER.pack(len(data)) + data)
-
-
-def portable(error: BaseException) -> EstrError:
-    """An error that can cross the process border: an EstrError as it is, others described, of a
-    group the first."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    if isinstance(error, EstrError) and getattr(errors, type(error).__name__, None) is type(error):
-        return type(error)(str(error))
-    frames = traceback.extract_tb(error.__traceback__)
-    place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
-    return WorkerError(f"{type(error).__name__}: {error}{place}")
 
 
 def _log_traceback() -> None:
@@ -351,7 +293,31 @@ def _log_traceback() -> None:
         traceback.print_exc()
 
 
-def _serve(channel: _Channel, host: Any) -> None:
+def host_and_serve(channel: Channel) -> None:
+    """The whole life of a host: the first message says how to build it; the others are calls, until
+    it is told to close or the messages end."""
+    ((number, _, (factory, kwargs, threads, path)),) = channel.receive(None)
+    try:
+        if path is not None:
+            sys.path[:] = path
+        module, _, name = factory.partition(":")
+        host = getattr(importlib.import_module(module), name)(**kwargs)
+        torch = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(threads)
+    except Exception as error:  # noqa: BLE001 - the border where errors become data
+        _log_traceback()
+        channel.send([(number, portable(error))])
+        return
+    channel.send([(number, None)])
+    with contextlib.suppress(EOFError):
+        _serve(channel, host)
+        close = getattr(host, "close", None)
+        if close is not None:
+            close()
+
+
+def _serve(channel: Channel, host: Any) -> None:
     deferred = frozenset(getattr(host, "deferred", ()))
     busy = getattr(host, "busy", lambda: False)
     while True:
@@ -369,7 +335,7 @@ def _serve(channel: _Channel, host: Any) -> None:
                 except Exception as error:  # noqa: BLE001 - the border where errors become data
                     _log_traceback()
                     result = portable(error)
-                if number != _NO_ANSWER:
+                if number != NO_ANSWER:
                     answers.append((number, result))
             if answers:
                 channel.send(answers)
@@ -386,7 +352,7 @@ def _end_with_parent(parent: int) -> None:
     os._exit(3)
 
 
-def _lower_priority(nice: int) -> None:
+def lower_priority(nice: int) -> None:
     """Below the others, also where Linux weighs whole sessions against each other (autogroup):
     this process has a session of its own, within which its own niceness counts for nothing."""
     os.nice(nice)
@@ -398,30 +364,10 @@ def main(argv: list[str]) -> None:
     """Entry of the spawned process: `python -m estr.worker FD NICE`."""
     fd, nice = int(argv[0]), int(argv[1])
     if nice:
-        _lower_priority(nice)
+        lower_priority(nice)
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
-    channel = _Channel(socket.socket(fileno=fd))
-    try:
-        ((number, _, (factory, kwargs, threads, search_path)),) = channel.receive(None)
-        try:
-            if search_path is not None:
-                sys.path[:] = search_path
-            module, _, name = factory.partition(":")
-            host = getattr(importlib.import_module(module), name)(**kwargs)
-            torch = sys.modules.get("torch")
-            if torch is not None:
-                torch.set_num_threads(threads)
-        except Exception as error:  # noqa: BLE001 - the border where errors become data
-            _log_traceback()
-            channel.send([(number, portable(error))])
-            return
-        channel.send([(number, None)])
-        _serve(channel, host)
-        close = getattr(host, "close", None)
-        if close is not None:
-            close()
-    except (EOFError, ConnectionError):
-        pass  # the controller is gone or has closed its end
+    with contextlib.suppress(ConnectionError):  # the controller is gone or has closed its end
+        host_and_serve(_SocketChannel(socket.socket(fileno=fd)))
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..calls import Calls, portable
 from ..engine import KVPolicy, Request
 from ..errors import EngineError, EngineTimeout, WeightsError, WorkerError
 from ..options.run import EngineOptions
 from ..schedule import EngineSchedule, Position
 from ..types import RolloutId, Segment
 from ..weights import WeightStore
-from ..worker import CpuBudget, Worker, busy_share, portable, require_determinism
+from ..worker import CpuBudget, Worker, busy_share, require_determinism
 from .interpreter import vllm_process
 
 if TYPE_CHECKING:
@@ -40,9 +41,9 @@ _CANARY_SHARE = 0.002
 
 
 class EngineProcess:
-    """The Engine protocol over a spawned LocalEngine or VllmEngine."""
+    """The Engine protocol over an EngineHost elsewhere: a spawned LocalEngine or VllmEngine."""
 
-    def __init__(self, worker: Worker, version: int) -> None:
+    def __init__(self, worker: Calls, version: int) -> None:
         self.worker = worker
         self._version = version
         self._seen = self._told = {"busy_s": 0.0, "wall_s": 0.0, "cpu_s": 0.0, "guard_s": 0.0}

@@ -51,10 +51,12 @@ class EngineOptions:
     """vllm only: room for keys and values, GB; it must hold the longest context at least once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the sampler's forward pass; log-probs and entropies are float32 in any case."""
+    count: int = 1
+    """Engines that share the rollouts; more than one needs placement = "ray"."""
     max_batch: int = 128
-    """Requests that run at once."""
+    """Requests that run at once, in each engine."""
     threads: int = 1
-    """Threads of the engine process."""
+    """Threads of each engine process."""
     device: str = "cpu"
     """A torch device, such as "cuda:0"."""
     gini: bool = True
@@ -63,6 +65,7 @@ class EngineOptions:
     """The engine is declared hung when it has not answered for this long."""
 
     def __post_init__(self) -> None:
+        _at_least("count", self.count, 1)
         _at_least("max_batch", self.max_batch, 1)
         _at_least("threads", self.threads, 1)
         require_positive("timeout_s", self.timeout_s)
@@ -295,6 +298,21 @@ class WandbOptions:
     """User or team; empty: the default one."""
     mode: Literal["online", "offline"] = "online"
     """offline: kept in the run folder, for `wandb sync`."""
+
+
+@dataclass(frozen=True, slots=True)
+class RayOptions:
+    """The Ray cluster of placement = "ray" (extra `ray`); docs/ray.md."""
+
+    address: str = "local"
+    """local: a Ray of this run's own, on this machine, which ends with it; "auto": the cluster that
+    this machine belongs to; else the address of its head, HOST:PORT."""
+    start_timeout_s: float = 600.0
+    """How long placing and starting all actors may take."""
+
+    def __post_init__(self) -> None:
+        require(bool(self.address), 'address must be "local", "auto" or HOST:PORT, not empty')
+        require_positive("start_timeout_s", self.start_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,98 @@
+"""Weights as one flat buffer and its manifest: a single object to send, whatever the model.
+
+    {name: tensor} --pack--> Manifest(version, entries, digest), uint8 [num_bytes]
+                  <--unpack-- (verified)
+
+The digest is the SHA-256 of version, entries and buffer, so neither can be exchanged for another's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import WeightsError
+from ..weights import State
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Flat = NDArray[np.uint8]
+
+_ALIGNMENT = 64
+"""Bytes: of a cache line, and a multiple of every element size."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor lies. dtype: torch's name of it, "float32". offset: in bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What a flat buffer holds."""
+
+    version: int
+    entries: tuple[Entry, ...]
+    num_bytes: int
+    sha256: str
+
+
+def pack(version: int, state: State) -> tuple[Manifest, Flat]:
+    """All tensors, from whatever device, in one buffer; each is copied once."""
+    import torch
+
+    entries, num_bytes = [], 0
+    for name, tensor in state.items():
+        entries.append(_entry(name, tensor, num_bytes))
+        num_bytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    flat = np.zeros(num_bytes, dtype=np.uint8)
+    buffer = torch.from_numpy(flat)
+    for entry, tensor in zip(entries, state.values(), strict=True):
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        buffer[entry.offset : entry.offset + tensor.nbytes].copy_(data)
+    return Manifest(version, tuple(entries), num_bytes, _digest(version, entries, flat)), flat
+
+
+def unpack(manifest: Manifest, version: int, flat: Flat) -> dict[str, Tensor]:
+    """The tensors, as views of one copy of the buffer. Raises WeightsError unless they are those of
+    `version` as packed."""
+    import torch
+
+    data = np.array(flat)  # an object store's memory is read-only, and not ours to keep
+    found = _digest(manifest.version, manifest.entries, data)
+    if (manifest.version, manifest.num_bytes, manifest.sha256) != (version, data.nbytes, found):
+        raise WeightsError(
+            f"the flat buffer is not version {version} as published: its manifest says version "
+            f"{manifest.version}, {manifest.num_bytes} bytes, SHA-256 {manifest.sha256[:16]}; "
+            f"found {data.nbytes} bytes with {found[:16]}"
+        )
+    buffer = torch.from_numpy(data)
+    tensors = {}
+    for entry in manifest.entries:
+        dtype = getattr(torch, entry.dtype)
+        stop = entry.offset + math.prod(entry.shape) * dtype.itemsize
+        tensors[entry.name] = buffer[entry.offset : stop].view(dtype).reshape(entry.shape)
+    return tensors
+
+
+def _entry(name: str, tensor: Tensor, offset: int) -> Entry:
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return Entry(name, dtype, tuple(tensor.shape), offset)
+
+
+def _digest(version: int, entries: Sequence[Entry], flat: Flat) -> str:
+    digest = hashlib.sha256(repr((version, tuple(entries))).encode())
+    digest.update(flat.data)
+    return digest.hexdigest()

@@ -1,0 +1,104 @@
+"""A connection to Ray that leaves terminal and signals as they were."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+
+from ..errors import ConfigError
+from ..options.run import RayOptions
+
+_SPARE_BYTES = 128 << 20
+"""Of the object store of a local Ray, beside the weights: batches on their way to the trainer."""
+
+_CONNECT_TIMEOUT_S = 20.0
+
+# Nothing is sent home, and no advice is printed on every start.
+_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+}
+
+
+class Session:
+    """Connected to the cluster of options.address from its making until `close`. A program that
+    has connected to Ray already keeps its own connection."""
+
+    def __init__(self, options: RayOptions, *, num_cpus: int, weights_bytes: int) -> None:
+        """num_cpus, weights_bytes: what a local Ray must have room for. Raises ConfigError where
+        no cluster answers."""
+        import ray
+
+        self._ours = not ray.is_initialized()
+        if not self._ours:
+            return
+        for name, value in _ENVIRONMENT.items():
+            os.environ.setdefault(name, value)
+        if options.address not in ("local", "auto"):
+            _require_listener(options.address)
+        local = {
+            "num_cpus": num_cpus,
+            "include_dashboard": False,
+            "object_store_memory": weights_bytes + _SPARE_BYTES,
+            # Each would be a whole interpreter that nobody uses.
+            "_system_config": {"enable_worker_prestart": False},
+        }
+        try:
+            with _signals_kept(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                ray.init(
+                    address=options.address,
+                    log_to_driver=False,
+                    logging_level="ERROR",
+                    **(local if options.address == "local" else {}),
+                )
+        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
+            raise _unreachable(options.address, error) from error
+
+    def close(self) -> None:
+        """Leave the cluster; a local Ray ends."""
+        import ray
+
+        if self._ours and ray.is_initialized():
+            with _signals_kept():
+                ray.shutdown()
+
+
+def _require_listener(address: str) -> None:
+    """Raise ConfigError unless somebody listens there; Ray itself would try for minutes."""
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit():
+        raise ConfigError(f'ray.address = {address!r} is neither "local", "auto" nor HOST:PORT')
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except (OSError, OverflowError) as error:
+        raise _unreachable(address, error) from error
+
+
+def _unreachable(address: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"ray.address = {address!r}: no Ray cluster can be reached there ({error}); start one with "
+        "`ray start --head`, or say ray.address = 'local'"
+    )
+
+
+@contextlib.contextmanager
+def _signals_kept() -> Iterator[None]:
+    """ray.init takes SIGTERM, by which a run is asked to end after the step in progress."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,148 @@
+"""Hosts in actors and weights in the object store, on one local Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from estr.cluster.ray_weights import RayWeightStore, start_board
+from estr.cluster.ray_worker import Place, RayWorker
+from estr.cluster.session import Session
+from estr.errors import ConfigError, EngineError, WeightsError, WorkerDied, WorkerError
+from estr.options.run import RayOptions
+from ray_cases import MARKS, processes_of_ray_left_alone
+
+pytestmark = MARKS
+
+
+@pytest.fixture(scope="module", autouse=True)
+def session() -> Iterator[Session]:
+    before = signal.getsignal(signal.SIGTERM)
+    with processes_of_ray_left_alone():
+        session = Session(RayOptions(), num_cpus=1, weights_bytes=16 << 20)
+        assert signal.getsignal(signal.SIGTERM) is before, "a run stops on SIGTERM, Ray must not"
+        yield session
+        session.close()
+        del session
+
+
+@pytest.fixture(autouse=True)
+def _hosts_are_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(os.path.dirname(__file__))
+
+
+async def start(host: str, **kwargs: Any) -> RayWorker:
+    options = {key: kwargs.pop(key) for key in ("log", "shared") if key in kwargs}
+    return await RayWorker.start(
+        "test", f"worker_hosts:{host}", kwargs, Place("DEFAULT"), **options
+    )
+
+
+async def test_an_actor_answers_as_a_process_does() -> None:
+    worker = await start("Plain", start=5)
+    answers = await asyncio.gather(*(worker.call("add", i, timeout_s=60) for i in (1, 2, 3)))
+    assert answers == [6, 8, 11]
+    assert await worker.call("threads", timeout_s=60) == "1"
+    with pytest.raises(EngineError, match="known"):
+        await worker.call("fail", True, timeout_s=60)
+    with pytest.raises(WorkerError, match=r"KeyError: 'unknown' at worker_hosts.py:\d+"):
+        await worker.call("fail", False, timeout_s=60)
+    with pytest.raises(WorkerError, match=r"the test actor .* did not answer 'sleep' within 0.2 s"):
+        await worker.call("sleep", 60, timeout_s=0.2)
+    await worker.close(timeout_s=0.2)
+    with pytest.raises(WorkerDied, match="was closed"):
+        await worker.call("add", 1, timeout_s=60)
+
+
+async def test_deferred_calls_overlap_and_a_killed_process_is_noticed(tmp_path: Path) -> None:
+    log = tmp_path / "log.txt"
+    worker = await start("Pumped", log=log)
+    slow = asyncio.create_task(worker.call("work", 1_000_000_000, timeout_s=300))
+    assert await worker.call("work", 3, timeout_s=60) >= 3
+    assert not slow.done()
+    log.write_text("the last words\n")
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match=r"(?s)the test actor \(pid \d+ on node .*the last words"):
+        await slow
+    with pytest.raises(WorkerDied):
+        await worker.alive()
+    await worker.close()
+
+
+async def test_what_does_not_come_up_is_named(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="start is -1"):
+        await start("Plain", start=-1)
+    with pytest.raises(ConfigError, match=r"does not see .*/nowhere; .* on a shared file system"):
+        await start("Plain", shared=[tmp_path, tmp_path / "nowhere"])
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"a": torch.full((3, 5), value), "b": torch.tensor(7, dtype=torch.int64)}
+
+
+def test_the_store_keeps_the_newest_versions_and_no_other_course() -> None:
+    store = RayWeightStore(start_board(keep=2))
+    assert store.latest() is None
+    for version in range(4):
+        store.publish(version, weights(version))
+    assert store.latest() == 3
+    with pytest.raises(WeightsError, match=r"version 1 is not in the store, which holds \[2, 3\]"):
+        store.fetch(1)
+    fetched = store.fetch(3)
+    assert fetched["a"].equal(weights(3)["a"])
+    assert fetched["b"] == 7
+    fetched["a"].zero_()
+    assert store.fetch(3)["a"].equal(weights(3)["a"]), "what is fetched is one's own"
+    store.publish(2, weights(20))
+    assert store.latest() == 2
+    assert store.fetch(2)["a"][0, 0] == 20
+
+
+def test_a_buffer_under_a_wrong_label_is_refused() -> None:
+    import ray
+
+    from estr.cluster.flat import pack
+
+    board = start_board(keep=2)
+    (manifest, _), (_, other) = pack(1, weights(1)), pack(1, weights(2))
+    ray.get(board.publish.remote(manifest, [ray.put(other)]), timeout=60)
+    with pytest.raises(WeightsError, match="the flat buffer is not version 1 as published"):
+        RayWeightStore(board).fetch(1)
+
+
+def test_a_board_that_is_gone_is_named() -> None:
+    import ray
+    from ray.exceptions import RayActorError
+
+    board = start_board(keep=2)
+    store = RayWeightStore(board)
+    assert store.latest() is None
+    ray.kill(board)
+    with pytest.raises(RayActorError):  # it is killed beside what goes on here
+        ray.get([board.versions.remote() for _ in range(1000)], timeout=60)
+    with pytest.raises(WeightsError, match="the board of weights does not answer: ActorDiedError"):
+        store.latest()
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("127.0.0.1:1", "no Ray cluster can be reached there .*refused.*`ray start --head`"),
+        ("somewhere", 'is neither "local", "auto" nor HOST:PORT'),
+    ],
+)
+def test_an_address_where_no_cluster_is_gives_the_remedy(
+    address: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with pytest.raises(ConfigError, match=f"ray.address = '{address}'.*{words}"):
+        Session(RayOptions(address), num_cpus=1, weights_bytes=0)
