@@ -185,10 +185,13 @@ def test_synchronous_training_is_the_same_on_ray_and_in_processes(
     nodes: Nodes, tmp_path: Path
 ) -> None:
     runs = {}
-    for name in ("ray", "local"):
-        recipe = nodes.recipe(
-            "steps=2", "max_staleness=0", "engine.count=1", f"placement={name}", f"name={name}"
-        )
+    same = ["steps=2", "max_staleness=0", "engine.count=1"]
+    for name, own in {
+        "ray": ["placement=ray"],
+        "ranks": ["placement=ray", "trainer.ranks=2", "trainer.threads=1"],
+        "local": ["placement=local"],
+    }.items():
+        recipe = nodes.recipe(*same, *own, f"name={name}")
         train(recipe, runs=tmp_path)
         tokens = open_ledger(tmp_path / name).query(
             "select step, group_id, trajectory, segment, position, token_ids from trained_tokens "
@@ -197,7 +200,8 @@ def test_synchronous_training_is_the_same_on_ray_and_in_processes(
         records = read_metrics(tmp_path / name / "metrics.jsonl").records
         runs[name] = (tokens.rows, [r for r in records if "loss" in r])
     assert runs["ray"][0]
-    assert runs["ray"][0] == runs["local"][0]
+    assert runs["ray"][0] == runs["ranks"][0] == runs["local"][0]
     for key in ("loss", "grad_norm", "reward_mean"):
-        values = [[r[key] for r in records] for _, records in runs.values()]
-        assert values[0] == pytest.approx(values[1], abs=1e-5)
+        *on_ray, local = ([r[key] for r in records] for _, records in runs.values())
+        for values in on_ray:
+            assert values == pytest.approx(local, abs=1e-4 if key == "grad_norm" else 1e-5)
