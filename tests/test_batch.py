@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estr.batch import Batch, make_batches, scatter_back
+from estr.batch import Batch, make_batches, scatter_back, turn_ids
 from estr.corrections import TokenColumns, build_correction
 from estr.errors import NumericsError
 from estr.losses import policy_loss
+from estr.trainer import token_columns
 from estr.types import COLUMNS, NOT_SAMPLED, RolloutId, SamplingSettings, Segment, Trajectory
 
 FEW = settings(max_examples=60, deadline=None)
@@ -88,6 +89,17 @@ def test_columns_entry_by_entry():
     assert batch.sequence_ids.tolist() == [[1] * 5, [0] * 5]
     assert batch.denominators == 4.0
     assert (batch.num_sampled_tokens, batch.num_groups) == (4, 1)
+
+
+def test_a_turn_is_a_run_of_sampled_tokens():
+    one = trajectory(segment(".s..ss"), segment(".s", version=2))
+    two = trajectory(segment(".ss.s"))
+    (batch,) = batches_of([one, two])
+    turns, mask = turn_ids(batch.loss_mask), batch.loss_mask
+    assert turns.dtype == torch.int64
+    assert [turns[i][mask[i]].tolist() for i in range(3)] == [[1, 2, 2], [3, 3, 4], [5]]
+    columns = token_columns(batch, batch.behavior_logprobs[mask], None)
+    assert columns.turn_ids.tolist() == [1, 2, 2, 3, 3, 4, 5]
 
 
 def test_dtypes_follow_the_definition_of_the_columns():

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 
 from .adapters import add_adapters
-from .batch import Batch, make_batches, scatter_back, token_places
+from .batch import Batch, make_batches, scatter_back, token_places, turn_ids
 from .buffer import StepResult, TrainingGroup
 from .corrections import build_correction, for_step
 from .corrections.base import WHOLE_STEP, Correction, TokenColumns, concatenate
@@ -332,6 +332,7 @@ def token_columns(batch: Batch, policy_logprobs: Tensor, proximal: Tensor | None
         behavior_gini=None if gini is None else gini[mask],
         versions=batch.versions[mask],
         sequence_ids=batch.sequence_ids[mask],
+        turn_ids=turn_ids(mask)[mask],
     )
 
 
