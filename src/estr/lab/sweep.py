@@ -72,6 +72,7 @@ MORE_CODE = {
     "estr.lab.token_noise": ("lab/archive.py", "lab/moments.py"),
     "estr.lab.switch_tokens": ("lab/archive.py",),
     "estr.lab.gradients": ("lab/archive.py",),
+    "estr.lab.noise_floor": ("lab/archive.py",),
 }
 """What else stands behind the functions of a module."""
 
