@@ -50,7 +50,7 @@ def engine_noise(config: RunConfig) -> float:
     """q99 of S over the first batch of the run, drawn without lag in the sampler's arithmetic."""
     run = LabRun(replace(config, staleness=Staleness()))
     drawn = run.roll_out(first_group=0, num_groups=config.prompts)
-    policy = score(run.decoder, run.history.weights(0, "float32"), drawn).logprobs
+    policy = score(run.decoder, run.history.weights(run.trainer.version, "float32"), drawn).logprobs
     scores = region_scores(_columns(drawn, policy), _estr_options(config.correction))
     return float(torch.quantile(scores, QUANTILE))
 

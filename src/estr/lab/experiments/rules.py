@@ -10,7 +10,7 @@ from statistics import fmean
 
 from .. import figures
 from ..lab import Claim, Lab, Report
-from ..methods import REFERENCE, REGIMES, SYNC
+from ..methods import REGIMES, SYNC
 from ..protocol import Cell, Choice, cell_jobs
 from ..rules import (
     BASELINES,
@@ -34,6 +34,8 @@ from ..table import Row, by_seed, last_values, weighted_means
 TITLE = "the rule space, tuned on two twins, confirmed on a third"
 
 PAPER = "estr"
+REFERENCE = "no lag"
+"""The regime of synchronous training, there for orientation: nothing is decided by it."""
 QUICK = (("outward_token", "token_sequence"), ("estr", "dppo"), ("M",), "calculator")
 """With --quick: finalists, baselines, regimes and twin, all at their first setting."""
 
