@@ -14,8 +14,8 @@ from estr.lab.experiments.rules import decide, plan_of, qualifies
 from estr.lab.lab import Lab
 from estr.lab.methods import JUDGE_SEEDS
 from estr.lab.noise_floor import engine_noise, raise_tau, region_scores, train_above_noise
-from estr.lab.rules import BASELINES, CONFIRM_REGIMES, RULES, entrants
-from estr.lab.training import RunConfig
+from estr.lab.rules import BASELINES, CONFIRM_REGIMES, RULES, TWINS, entrants
+from estr.lab.training import RunConfig, train_once
 from estr.options.corrections import EstrOptions
 
 PAGE = Path(__file__).parents[1] / "docs" / "lab" / "rules.md"
@@ -108,6 +108,21 @@ def test_tuning_and_confirmation_never_share_a_seed_or_a_twin():
     methods = {job.labels["method"] for job in confirmed}
     assert len(methods - BASELINES.keys()) == 4
     assert "token_turn" in methods
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_every_twin_is_played_under_every_weight(twin):
+    """With the built-in model, which knows the characters of all twins."""
+    table = {"task": TWINS[twin].get("task", {"name": "calculator"}), "arithmetic": "int8"}
+    table |= {"steps": 2, "prompts": 2, "group_size": 2, "eval_problems": 2, "eval_k": 1}
+    for rule in ("token_turn", "token_geometric"):
+        correction = list(RULES[rule].settings[0].correction)
+        rows = train_once(
+            {**table, "correction": correction, "staleness": {"inter": 1, "intra": 1}}
+        )
+        last = {row["measure"]: row["value"] for row in rows}
+        assert last["eligible_tokens"] > 0
+        assert last["nonfinite_run"] == 0.0
 
 
 def test_one_setting_of_a_rule_serves_all_cells():
