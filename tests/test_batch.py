@@ -10,10 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from estr.batch import Batch, make_batches, scatter_back
+from estr.batch import Batch, make_batches, scatter_back, turn_ids
 from estr.corrections import TokenColumns, build_correction
+from estr.corrections.base import concatenate
 from estr.errors import NumericsError
 from estr.losses import policy_loss
+from estr.token_results import token_columns
 from estr.types import COLUMNS, NOT_SAMPLED, RolloutId, SamplingSettings, Segment, Trajectory
 
 FEW = settings(max_examples=60, deadline=None)
@@ -88,6 +90,17 @@ def test_columns_entry_by_entry():
     assert batch.sequence_ids.tolist() == [[1] * 5, [0] * 5]
     assert batch.denominators == 4.0
     assert (batch.num_sampled_tokens, batch.num_groups) == (4, 1)
+
+
+def test_a_turn_is_a_run_of_sampled_tokens():
+    one = trajectory(segment(".s..ss"), segment(".s", version=2))
+    two = trajectory(segment(".ss.s"))
+    (batch,) = batches_of([one, two])
+    turns, mask = turn_ids(batch.loss_mask), batch.loss_mask
+    assert turns.dtype == torch.int64
+    assert [turns[i][mask[i]].tolist() for i in range(3)] == [[1, 2, 2], [3, 3, 4], [5]]
+    columns = token_columns(batch, batch.behavior_logprobs[mask], None)
+    assert columns.turn_ids.tolist() == [1, 2, 2, 3, 3, 4, 5]
 
 
 def test_dtypes_follow_the_definition_of_the_columns():
@@ -450,3 +463,15 @@ def test_a_whole_trajectory_stays_in_one_micro_batch_when_asked_for(trajectories
         fits = batch.token_ids.numel() <= budget
         assert fits or len({row.trajectory for row in batch.rows}) == 1
     assert loss_and_gradient(whole) == pytest.approx(loss_and_gradient(loose), abs=1e-6)
+
+
+def test_turns_of_several_micro_batches_stay_apart() -> None:
+    def part(*turns: int) -> TokenColumns:
+        n = len(turns)
+        columns = [torch.ones(n) for _ in range(3)]
+        mask = torch.ones(n, dtype=torch.bool)
+        return TokenColumns(*columns, mask, turn_ids=torch.tensor(turns, dtype=torch.int64))
+
+    joined = concatenate([part(1, 1, 2), part(), part(1, 2, 2), part(1)])
+    assert joined.turn_ids is not None
+    assert joined.turn_ids.tolist() == [1, 1, 2, 3, 4, 4, 5]

@@ -378,6 +378,9 @@ VARIANTS = [
     {"name": "m2po"},
     {"name": "dual_clip", "edge": "U"},
     {"name": "decoupled"},
+    {"name": "estr", "scale": "constant"},
+    {"name": "dppo", "scale": "gini"},
+    {"name": "tis", "level": "turn"},
 ]
 
 
@@ -394,6 +397,7 @@ def test_no_correction_keeps_a_masked_slot_or_lets_gradient_into_its_verdict(
         behavior_entropies=torch.tensor([1.0, 1.0, NAN]),
         behavior_gini=torch.tensor([0.5, 0.5, NAN]),
         sequence_ids=torch.tensor([3, 3, 3]),
+        turn_ids=torch.tensor([1, 1, 2]),
     )
     verdict = build_correction([entry])(columns)
     assert verdict.keep.tolist() == [True, False, False]
@@ -407,7 +411,8 @@ def test_needs_name_what_each_correction_reads() -> None:
     q, h = {"proximal_logprobs"}, {"behavior_entropies"}
     gini, ids, step = {"behavior_gini"}, {"sequence_ids"}, {"whole_step"}
     first = [set(), q, h, h, set(), q, set(), q, set()]
-    assert needs == [*first, gini, gini, q, q | ids, q | ids, set(), h, q | step, q, q]
+    last = [set(), gini, q | {"turn_ids"}]
+    assert needs == [*first, gini, gini, q, q | ids, q | ids, set(), h, q | step, q, q, *last]
 
 
 # --- building and composing ---------------------------------------------------------------------

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from estr.corrections import ClippedSurrogate, TokenColumns, Verdict, build_correction
-from estr.errors import ConfigError
+from estr.corrections.sequences import level_log_ratio
+from estr.errors import ConfigError, DataError
 from estr.losses import policy_loss
 
 NAN = math.nan
@@ -86,6 +90,46 @@ def test_a_sequence_counts_its_eligible_tokens_only() -> None:
     assert weights(verdict)[1] == 0.7071
 
 
+def test_a_turn_counts_its_own_tokens_only() -> None:
+    """Turn 5: ratios 2 and 3; turn 6: 0.5 and, masked, 4; turn 9: 1."""
+    mask = torch.tensor([True, True, True, False, True])
+    turns = torch.tensor([5, 6, 5, 6, 9])
+    columns = columns_of(turn_ids=turns, sequence_ids=None, loss_mask=mask)
+    verdict = verdict_of(columns, {"name": "tis", "level": "turn", "cap": 10.0})
+    assert [weights(verdict)[i] for i in (0, 1, 2, 4)] == [6.0, 0.5, 6.0, 1.0]
+    verdict = verdict_of(columns, {"name": "mis", "level": "turn", "low": 0.4, "high": 1.0})
+    assert verdict.keep.tolist() == [False, True, False, False, True]
+    with pytest.raises(DataError, match="needs turn_ids"):
+        verdict_of(columns_of(), {"name": "tis", "level": "turn"})
+
+
+def test_the_gradient_under_a_turn_weight_is_that_weight_times_the_advantage() -> None:
+    columns = columns_of(
+        [2.0, 0.5, 3.0], [0, 0, 0], turn_ids=torch.tensor([1, 2, 2]), proximal_logprobs=None
+    )
+    drift = torch.tensor([2.0, 0.5, 3.0]).log()
+    columns = replace(columns, behavior_logprobs=columns.policy_logprobs.detach() - drift)
+    correction = build_correction([{"name": "tis", "level": "turn", "cap": 1.8}])
+    policy_loss(columns, correction, denominators=1).loss.backward()
+    assert columns.policy_logprobs.grad is not None
+    assert columns.policy_logprobs.grad.tolist() == pytest.approx([-1.8, -1.5, -1.5])
+
+
+@given(
+    ratios=st.lists(st.floats(0.1, 9.0), min_size=1, max_size=8),
+    turns=st.lists(st.integers(0, 3), min_size=8, max_size=8),
+)
+def test_the_turns_of_a_trajectory_multiply_to_its_product(
+    ratios: list[float], turns: list[int]
+) -> None:
+    own = torch.tensor(turns[: len(ratios)])
+    columns = columns_of(ratios, [0] * len(ratios), turn_ids=own)
+    of_turn = level_log_ratio(columns, "B", "turn")
+    whole = level_log_ratio(columns, "B", "sequence")
+    firsts = [turns.index(t) for t in set(own.tolist())]
+    assert float(of_turn[firsts].sum()) == pytest.approx(float(whole[0]), abs=1e-4)
+
+
 def test_a_token_that_mu_could_not_draw_leaves_its_sequence_alone() -> None:
     behavior = torch.tensor([-9.0, -9.0, -math.inf, -9.0, -9.0])
     columns = columns_of(behavior_logprobs=behavior)
@@ -159,7 +203,7 @@ def test_a_sequence_weight_stands_under_the_mask_of_estr() -> None:
         ([{"name": "tis", "cap": 0.0}], "cap must be above 0"),
         ([{"name": "mis", "low": 2.0}], "low must be at least 0 and below high"),
         ([{"name": "decoupled", "cap": -1.0}], "cap must be above 0"),
-        ([{"name": "tis", "level": "turn"}], "level"),
+        ([{"name": "tis", "level": "phrase"}], "level"),
     ],
 )
 def test_what_would_count_twice_or_makes_no_sense_is_refused(

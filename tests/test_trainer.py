@@ -217,8 +217,9 @@ def test_a_proximal_pass_is_made_only_when_asked_for(
     [
         {"name": "m2po", "budget": 0.002},
         [{"name": "mis", "level": "geometric", "low": 0.9, "high": 1.1}],
+        [{"name": "mis", "level": "turn", "low": 0.2, "high": 2.0}],
     ],
-    ids=["m2po", "mis"],
+    ids=["m2po", "mis", "mis on turns"],
 )
 def test_rules_on_the_step_and_on_trajectories_do_not_depend_on_the_cut(correction) -> None:
     table = {"correction": correction, "trainer": {"adam_eps": 1.0}}

@@ -95,6 +95,14 @@ def test_dppo_radius_scaled_by_the_entropy() -> None:
             assert kept(columns, "dppo", scale="entropy", radius=0.1) == [inside]
 
 
+def test_dppo_radius_scaled_by_gini() -> None:
+    """radius 0.1 * sqrt(gini + 0.01): 0.06 at gini 0.35; the entropy is not looked at."""
+    assert build_correction([{"name": "dppo", "scale": "gini"}]).needs == {"behavior_gini"}
+    for move, inside in ((0.0599, True), (0.0601, False)):
+        columns = columns_of([math.log(0.3 + move)], [math.log(0.3)], [1.0], behavior_gini=[0.35])
+        assert kept(columns, "dppo", scale="gini", radius=0.1) == [inside]
+
+
 def test_dppo_has_the_gradient_of_the_truncated_ratio() -> None:
     columns = columns_of(
         [math.log(0.004), math.log(0.3), math.log(0.004)],
@@ -231,6 +239,13 @@ def test_estr_scales() -> None:
                 assert kept(columns, "estr", tau=0.5, scale=scale) == [inside]
 
 
+def test_a_constant_scale_is_one_radius_for_all_tokens() -> None:
+    """tau 0.04, eps 0.01: |delta| <= 0.2010, whatever the entropy; no column is needed."""
+    assert build_correction([{"name": "estr", "scale": "constant"}]).needs == frozenset()
+    columns = columns_of([-1.2009, -1.2011, -3.0], [-1.0, -1.0, -3.2009], [1.0, 1.0, -1.0])
+    assert kept(columns, "estr", tau=0.04, scale="constant") == [True, False, True]
+
+
 def test_a_missing_gini_is_an_error_and_never_zero() -> None:
     columns = columns_of([-1.0], [-1.0], [1.0], behavior_entropies=[1.0])
     with pytest.raises(DataError, match="needs behavior_gini"):
@@ -259,6 +274,16 @@ def test_restoring_ratios_are_truncated_and_keep_their_gradient() -> None:
     terms, gradient = loss_and_gradient(columns, "estr", side="outward", restore_cap=100.0)
     assert terms == pytest.approx([-2.0, -8.0, 0.1])
     assert gradient == pytest.approx([2.0, 8.0, -0.1])
+
+
+def test_restoring_ratios_are_lifted_where_the_advantage_is_positive() -> None:
+    """Ratios 0.1, 0.1, 0.7, 3: the floor 0.5 takes the first's place, in value and gradient."""
+    policy = [math.log(r) - 5.0 for r in (0.1, 0.1, 0.7, 3.0)]
+    columns = columns_of(policy, [-5.0] * 4, [2.0, -1.0, 1.0, 1.0], behavior_entropies=[9.0] * 4)
+    options = {"side": "outward", "surrogate": "importance", "restore_floor": 0.5}
+    terms, gradient = loss_and_gradient(columns, "estr", tau=9.0, **options)
+    assert terms == pytest.approx([1.0, -0.1, 0.7, 3.0])
+    assert gradient == pytest.approx([-1.0, 0.1, -0.7, -3.0])
 
 
 def test_the_importance_surrogate_has_no_clip() -> None:
@@ -317,6 +342,11 @@ def test_options_choose_the_surrogate() -> None:
         ({"name": "m2po", "budget": 0.0}, "budget must be above 0"),
         ({"name": "dual_clip", "bound": 1.1}, r"bound must be above 1 \+ clip_high"),
         ({"name": "estr", "restore_cap": 1.0}, r"restore_cap must be at least 1 \+ clip_high"),
+        ({"name": "estr", "restore_floor": 0.5}, "only with side = outward"),
+        (
+            {"name": "estr", "side": "outward", "surrogate": "importance", "restore_floor": 1.5},
+            r"restore_floor must be in \[0, 1\]",
+        ),
         ({"name": "estr", "scale": "surprisal"}, "scale"),
     ],
 )

@@ -150,6 +150,14 @@ def make_batches(
     return batches
 
 
+def turn_ids(sampled: Tensor) -> Tensor:
+    """sampled: bool [rows, T]. The number of each token's turn, int64 [rows, T], counted over all
+    rows: a turn is a run of sampled tokens in a row, between tokens that were only read. What other
+    places hold has no meaning."""
+    before = torch.nn.functional.pad(sampled[:, :-1], (1, 0))
+    return (sampled & ~before).flatten().cumsum(0).reshape(sampled.shape)
+
+
 class Places(NamedTuple):
     """Where tokens stand among all tokens of the trajectories, joined. borders: where each
     trajectory begins, and at last where all end. eligible[b]: of the eligible tokens of

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .batch import Batch, scatter_back, token_places
+from .batch import Batch, scatter_back, token_places, turn_ids
 from .buffer import TrainingGroup
 from .corrections.base import TokenColumns
 from .types import Consumption
@@ -63,6 +63,7 @@ def token_columns(batch: Batch, policy_logprobs: Tensor, proximal: Tensor | None
         behavior_gini=None if gini is None else gini[mask],
         versions=batch.versions[mask],
         sequence_ids=batch.sequence_ids[mask],
+        turn_ids=turn_ids(mask)[mask],
     )
 
 

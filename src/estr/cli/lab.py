@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from ..errors import ConfigError
+
+if TYPE_CHECKING:
+    from ..lab.lab import Lab, Report
 
 
 @click.command()
@@ -29,38 +34,86 @@ from ..errors import ConfigError
     help="Folder of results and of finished runs; the same command goes on from them.",
 )
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Processes.")
+@click.option(
+    "--recipe",
+    metavar="RECIPE",
+    help="With compare: on this recipe's model and task, by `estr train`, one run at a time; a "
+    "file, or a shipped recipe by name. 3 seeds unless --seeds says otherwise.",
+)
+@click.option(
+    "--set",
+    "overrides",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="With --recipe: change one key of it, such as steps=50; may be repeated.",
+)
 def lab(
-    name: str, quick: bool, seeds: int | None, only: tuple[str, ...], out: Path, jobs: int
+    name: str,
+    quick: bool,
+    seeds: int | None,
+    only: tuple[str, ...],
+    out: Path,
+    jobs: int,
+    recipe: str | None,
+    overrides: tuple[str, ...],
 ) -> None:
     """Re-measure a claim of the paper on this machine.
 
-    NAME is compare, staleness, sensitivity, controls, scaling, switches, fidelity or paper (all of
-    them). Every run takes a core for seconds to a minute; finished ones are kept, so stopping costs
-    nothing. The result is one table, the verdicts, a page and, with matplotlib, a figure.
+    NAME is compare, staleness, sensitivity, controls, scaling, switches, fidelity, diversity,
+    collapse, rules, or paper (every claim of the paper: all but the two before). Every run takes a
+    core for seconds to a minute; finished ones are kept, so stopping costs nothing. The result is
+    one table, the verdicts, a page and, with matplotlib, a figure.
 
     \b
     Examples:
       estr lab paper --quick
       estr lab compare --only regime=M --seeds 5
+      estr lab compare --recipe mine.toml --set steps=50
     """
     from ..lab.experiments import find_experiment
     from ..lab.lab import Lab, write_report
+    from ..lab.own import NUM_SEEDS
     from ..lab.progress import SweepProgress
     from ..lab.sweep import Sweep
 
     experiment = find_experiment(name)
+    run = experiment.run
+    if recipe is not None:
+        own, run = _on_recipe(name, quick, recipe, overrides)
+        # Each such run is several processes, as fast as the machine; two at once would share it.
+        name, seeds, jobs = f"{name}-{own}", seeds or NUM_SEEDS, 1
+    elif overrides:
+        raise ConfigError("--set changes a recipe, and there is none; name one with --recipe")
     started = time.monotonic()
     with SweepProgress(sys.stderr) as progress:
         sweep = Sweep(out, processes=jobs, progress=progress)
-        report = experiment.run(Lab(sweep, quick=quick, num_seeds=seeds, only=_only(only)))
+        report = run(Lab(sweep, quick=quick, num_seeds=seeds, only=_only(only)))
     folder = out / f"{name}-quick" if quick else out / name
     folder.mkdir(parents=True, exist_ok=True)
     paths = write_report(name, report, folder)
     for claim in report.claims:
         click.echo(f"{claim.answer:<10} {claim.claim}")
-        click.echo(f"{'':<10} here: {claim.measured or 'nothing'}; published: {claim.published}")
+        published = f"; published: {claim.published}" if claim.published else ""
+        click.echo(f"{'':<10} here: {claim.measured or 'nothing'}{published}")
     click.echo(f"wall time  {time.monotonic() - started:.0f} s")
     click.echo(f"results    {', '.join(map(str, paths))}")
+
+
+def _on_recipe(
+    name: str, quick: bool, recipe: str, overrides: tuple[str, ...]
+) -> tuple[str, Callable[[Lab], Report]]:
+    """(the recipe's name, the comparison on it)."""
+    from ..config import load_recipe
+    from ..lab.own import compare_recipe
+    from ..recipe_files import find_recipe
+
+    if name != "compare" or quick:
+        raise ConfigError(
+            "--recipe goes with `estr lab compare` alone, without --quick; fewer steps: "
+            "--set steps=20"
+        )
+    found = load_recipe(find_recipe(recipe), overrides)
+    return found.name, lambda lab: compare_recipe(lab, found)
 
 
 def _only(words: tuple[str, ...]) -> dict[str, list[str]]:

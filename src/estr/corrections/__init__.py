@@ -193,6 +193,7 @@ def _trial(name: str, correction: Correction) -> Verdict:
         behavior_gini=-value,
         versions=index,
         sequence_ids=index,
+        turn_ids=index,
     )
     verdict = correction(columns)
     if not (

@@ -26,7 +26,14 @@ from ..options.corrections import Edge
 from .surrogates import ClippedSurrogate, Surrogate, bounded_ratio
 
 OPTIONAL_COLUMNS: frozenset[str] = frozenset(
-    {"proximal_logprobs", "behavior_entropies", "behavior_gini", "versions", "sequence_ids"}
+    {
+        "proximal_logprobs",
+        "behavior_entropies",
+        "behavior_gini",
+        "versions",
+        "sequence_ids",
+        "turn_ids",
+    }
 )
 """What a correction may name in `needs`. The other columns are always there."""
 
@@ -47,7 +54,8 @@ class TokenColumns:
     the other columns hold elsewhere (NaN, inf) has no effect on any value or gradient.
     proximal_logprobs: log q; None means pi itself, detached. behavior_entropies (nats),
     behavior_gini: of the whole distribution that the token was drawn from. versions: of the weights
-    that drew it. sequence_ids: equal for the tokens of one trajectory.
+    that drew it. sequence_ids: equal for the tokens of one trajectory. turn_ids: equal for the
+    tokens that a model wrote in one go, unlike those of the micro-batch's other turns.
 
     Raises ValueError on unequal shapes, a mask that is not bool, or log-probs in 16 bits.
     """
@@ -61,6 +69,7 @@ class TokenColumns:
     behavior_gini: Tensor | None = None
     versions: Tensor | None = None
     sequence_ids: Tensor | None = None
+    turn_ids: Tensor | None = None
 
     def __post_init__(self) -> None:
         shape = self.policy_logprobs.shape
@@ -209,8 +218,14 @@ class StepCorrection(Correction, Protocol):
 
 
 def concatenate(parts: Sequence[TokenColumns]) -> TokenColumns:
-    """The flat columns of several micro-batches as one; a column that one lacks is left out."""
+    """The flat columns of several micro-batches as one; a column that one lacks is left out. Turns
+    are counted in each micro-batch, so they are numbered on."""
     columns = {f.name: [getattr(part, f.name) for part in parts] for f in fields(TokenColumns)}
+    num_turns = 0
+    for i, turns in enumerate(columns["turn_ids"]):
+        if turns is not None and len(turns):
+            columns["turn_ids"][i] = turns + num_turns
+            num_turns += int(turns.max())
     return TokenColumns(
         **{n: torch.cat(c) for n, c in columns.items() if all(v is not None for v in c)}
     )

@@ -17,14 +17,15 @@ class Dppo:
 
     p is the token's probability under pi, m under mu. divergence "tv": |p - m|; "kl": D(m || p) of
     "this token or another one". scale "entropy": the radius is radius * sqrt(H + eps), H the
-    entropy (nats) of the distribution that mu drew it from. Where kept, the surrogate is r A
-    without a clip, r = pi/mu truncated at ratio_cap.
+    entropy (nats) of the distribution that mu drew it from; "gini": with its gini for H. Where
+    kept, the surrogate is r A without a clip, r = pi/mu truncated at ratio_cap.
     """
 
     Options = DppoOptions
 
     def __init__(self, options: DppoOptions) -> None:
-        self.needs = frozenset({"behavior_entropies"} if options.scale == "entropy" else ())
+        self._column = {"entropy": "behavior_entropies", "gini": "behavior_gini"}.get(options.scale)
+        self.needs = frozenset(() if self._column is None else {self._column})
         self._options = options
         self._surrogate = ImportanceSurrogate("E", cap=options.ratio_cap)
 
@@ -41,7 +42,6 @@ class Dppo:
 
     def _radius(self, columns: TokenColumns) -> float | Tensor:
         options = self._options
-        if options.scale == "none":
+        if self._column is None:
             return options.reach
-        entropies = columns.require("behavior_entropies").clamp(min=0.0)
-        return options.reach * (entropies + options.eps).sqrt()
+        return options.reach * (columns.require(self._column).clamp(min=0.0) + options.eps).sqrt()

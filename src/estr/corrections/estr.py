@@ -15,6 +15,7 @@ _NEEDS = {
     "entropy": frozenset({"behavior_entropies"}),
     "gini": frozenset({"behavior_gini"}),
     "token": frozenset({"behavior_gini"}),
+    "constant": frozenset[str](),
 }
 
 
@@ -30,10 +31,11 @@ class Estr:
 
     - scale: what stands for H. Under independent noise of variance s^2 on every logit the second
       moment of delta is s^2 * gini over the draw ("gini"), and s^2 * (2 (1 - p_y) - gini) given the
-      drawn token y ("token"), to first order.
+      drawn token y ("token"), to first order. "constant" takes 1: one radius for all tokens.
     - side "outward": a token outside the region is dropped only if its gradient carries it further
       out (A > 0 with r > 1, A < 0 with r < 1). What is then kept beside the region is restoring;
-      its r is truncated at restore_cap.
+      its r is truncated at restore_cap where A < 0 and, without the clip, lifted to restore_floor
+      where A > 0: a token that has fallen far would otherwise come back with a gradient near 0.
     - mask "soft": nothing is dropped; outside, the term is weighed with exp(1 - S / tau).
     - surrogate "importance": r A without PPO's clip; "none": left to another correction of the
       list.
@@ -50,7 +52,7 @@ class Estr:
         options = self._options
         delta = columns.log_ratio("E").detach()
         # Multiplied out: a division would make tau = inf and H = 0 special.
-        bound = options.tau * (self._scale(columns) + options.eps)
+        bound = options.tau * (self.scale(columns) + options.eps)
         distance = delta.square()
         spared = torch.zeros_like(columns.loss_mask)
         if options.side == "outward":
@@ -62,7 +64,10 @@ class Estr:
         weight = torch.where(spared, 1.0, weight)
         return Verdict(columns.loss_mask, weight, self._surrogate)
 
-    def _scale(self, columns: TokenColumns) -> Tensor:
+    def scale(self, columns: TokenColumns) -> Tensor:
+        """What stands for H at each token, at least 0, in the columns' shape; no gradient."""
+        if self._options.scale == "constant":
+            return torch.ones_like(columns.behavior_logprobs)
         if self._options.scale == "entropy":
             return columns.require("behavior_entropies").clamp(min=0.0)
         gini = columns.require("behavior_gini").clamp(min=0.0)
@@ -76,4 +81,6 @@ def _surrogate(options: EstrOptions) -> Surrogate | None:
     cap = options.restore_cap if options.side == "outward" else math.inf
     if options.surrogate == "clip":
         return ClippedSurrogate("E", options.clip_low, options.clip_high, cap)
-    return ImportanceSurrogate("E", restore_cap=cap) if options.surrogate == "importance" else None
+    if options.surrogate == "importance":
+        return ImportanceSurrogate("E", restore_cap=cap, restore_floor=options.restore_floor)
+    return None

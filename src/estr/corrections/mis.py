@@ -6,7 +6,7 @@ import math
 
 from ..options.corrections import MisOptions
 from .base import TokenColumns, Verdict
-from .sequences import level_log_ratio
+from .sequences import level_log_ratio, level_needs
 from .surrogates import bounded_ratio
 
 
@@ -14,17 +14,16 @@ class Mis:
     """Weigh with q/mu where low <= q/mu <= high, drop the rest (Liu et al. 2025, "When speed kills
     stability: demystifying RL collapse from the training-inference mismatch").
 
-    level "token" is the mask and weight of `icepop` on edge B. "sequence": the product of the
-    trajectory's ratios, which decides over the trajectory as a whole and is its weight;
-    "geometric": their geometric mean. Brings no surrogate; the default is then the clipped one on
-    pi/q.
+    level "token" is the mask and weight of `icepop` on edge B. "turn", "sequence": the product of
+    the turn's or trajectory's ratios, which decides over it as a whole and is its weight;
+    "geometric": the geometric mean of the trajectory's. Brings no surrogate; the default is then
+    the clipped one on pi/q.
     """
 
     Options = MisOptions
 
     def __init__(self, options: MisOptions) -> None:
-        columns = {"proximal_logprobs"}
-        self.needs = frozenset(columns if options.level == "token" else columns | {"sequence_ids"})
+        self.needs = level_needs(options.level) | {"proximal_logprobs"}
         self._level = options.level
         self._low = math.log(options.low) if options.low > 0 else -math.inf
         self._high = math.log(options.high)

@@ -80,16 +80,21 @@ class DualClippedSurrogate:
 class ImportanceSurrogate:
     """r A, without PPO's clip; its gradient is r A grad log pi.
 
-    cap: r is truncated there (see `truncated_ratio`); restore_cap: there where A < 0. No bound ever
-    takes the gradient away."""
+    cap: r is truncated there (see `truncated_ratio`); restore_cap: there where A < 0;
+    restore_floor: lifted to it where A > 0, in value and gradient. No bound ever takes the gradient
+    away."""
 
     edge: Edge
     cap: float = math.inf
     restore_cap: float = math.inf
+    restore_floor: float = 0.0
 
     def __call__(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
-        truncated = _restoring(truncated_ratio(ratio, self.cap), advantages, self.restore_cap)
-        return truncated * advantages, torch.zeros_like(ratio, dtype=torch.bool)
+        weight = _restoring(truncated_ratio(ratio, self.cap), advantages, self.restore_cap)
+        if self.restore_floor > 0:
+            lifted = weight * (self.restore_floor / weight.detach()).clamp(min=1.0)
+            weight = torch.where(advantages > 0, lifted, weight)
+        return weight * advantages, torch.zeros_like(ratio, dtype=torch.bool)
 
 
 def truncated_ratio(ratio: Tensor, cap: float) -> Tensor:

@@ -44,6 +44,7 @@ CODE = (
     "lab/arithmetic.py",
     "lab/controls.py",
     "lab/decoder.py",
+    "lab/entropy_masks.py",
     "lab/rollouts.py",
     "lab/scoring.py",
     "lab/staleness.py",
@@ -57,21 +58,25 @@ CODE = (
 """What the figures of a run come from, under the package's folder; the module of the job's own
 function comes on top."""
 
+_WHOLE_RUN = (
+    "buffer.py",
+    "engines",
+    "evaluation.py",
+    "groups.py",
+    "loop.py",
+    "members.py",
+    "rollout.py",
+    "run.py",
+    "trainer_process.py",
+)
+
 MORE_CODE = {
-    "estr.lab.natural": (
-        "buffer.py",
-        "engines",
-        "evaluation.py",
-        "groups.py",
-        "loop.py",
-        "members.py",
-        "rollout.py",
-        "run.py",
-        "trainer_process.py",
-    ),
+    "estr.lab.natural": _WHOLE_RUN,
+    "estr.lab.own": (*_WHOLE_RUN, "environments", "lab/natural.py"),
     "estr.lab.token_noise": ("lab/archive.py", "lab/moments.py"),
     "estr.lab.switch_tokens": ("lab/archive.py",),
     "estr.lab.gradients": ("lab/archive.py",),
+    "estr.lab.noise_floor": ("lab/archive.py",),
 }
 """What else stands behind the functions of a module."""
 

@@ -215,8 +215,9 @@ class LabRun:
 def train_once(table: Mapping[str, Any]) -> list[Row]:
     """One whole run: rows {"measure", "step", "value"}.
 
-    accuracy (held out) at every window, accuracy_start, accuracy_end, pass_at_k, collapsed,
-    nonfinite; and every metric of the trainer, reduced over each window.
+    accuracy (held out) at every window, accuracy_start, accuracy_end, pass_at_k of all rollouts of
+    a problem and pass_at_1, _2, _4 ... of fewer, collapsed, nonfinite_run; and every metric of the
+    trainer, reduced over each window.
     """
     config = RunConfig.read(table)
     started = time.process_time()
@@ -238,16 +239,26 @@ def train_once(table: Mapping[str, Any]) -> list[Row]:
         if nonfinite:
             break
     end = run.evaluate(config.eval_k)
-    solved = end.sum(axis=1).astype(int).tolist()
+    reached = pass_curve(end)
     summary = {
+        **{f"pass_at_{k}": value for k, value in reached.items()},
         "accuracy": end.mean(),
         "accuracy_end": end.mean(),
-        "pass_at_k": np.mean([pass_at_k(config.eval_k, c, config.eval_k) for c in solved]),
+        "pass_at_k": reached[config.eval_k],
         "nonfinite_run": float(nonfinite),
         "collapsed": float(has_collapsed(start.mean(), end.mean(), nonfinite)),
         "cpu_s": time.process_time() - started,
     }
     return rows + [_row(name, step, value) for name, value in summary.items()]
+
+
+def pass_curve(outcomes: Outcomes) -> dict[int, float]:
+    """Mean pass@k of outcomes [problems, n] of 0 and 1, for k = 1, 2, 4 ... and n: the unbiased
+    estimate of `estr.scores.pass_at_k`."""
+    n = outcomes.shape[1]
+    solved = outcomes.sum(axis=1).astype(int).tolist()
+    ks = [*(2**i for i in range(n.bit_length()) if 2**i < n), n]
+    return {k: float(np.mean([pass_at_k(n, c, k) for c in solved])) for k in ks}
 
 
 def has_collapsed(start: float, end: float, nonfinite: bool) -> bool:

@@ -153,7 +153,7 @@ def _followed(text: str) -> tuple[float, str | None, str | None, float | None, f
     entries = json.loads(text)
     eps = next((e["eps"] for e in entries if e["name"] == "estr"), _DEFAULT_EPS)
     one, place = torch.full((1,), -0.5), torch.zeros(1, dtype=torch.int64)
-    columns = TokenColumns(one, one, -one, one < 0, one, -one, -one, place, place)
+    columns = TokenColumns(one, one, -one, one < 0, one, -one, -one, place, place, place)
     try:
         verdict = build_correction(entries)(columns)
     except EstrError:  # a correction of the user's own that is not importable here

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Edge = Literal["E", "B", "U"]
-Level = Literal["token", "sequence", "geometric"]
+Level = Literal["token", "turn", "sequence", "geometric"]
 
 
 def require(condition: bool, message: str) -> None:
@@ -61,8 +61,9 @@ class EstrOptions:
     """Ratios are clipped at 1 - clip_low from below."""
     clip_high: float = 0.2
     """Ratios are clipped at 1 + clip_high from above."""
-    scale: Literal["entropy", "gini", "token"] = "entropy"
-    """What stands for H: the entropy; gini; token: 2(1-p) - gini, p of the drawn token."""
+    scale: Literal["entropy", "gini", "token", "constant"] = "entropy"
+    """What stands for H: the entropy; gini; token: 2(1-p) - gini, p of the drawn token; constant:
+    1, one radius for all."""
     side: Literal["both", "outward"] = "both"
     """outward: drop only tokens whose gradient carries them further out."""
     mask: Literal["hard", "soft"] = "hard"
@@ -71,6 +72,9 @@ class EstrOptions:
     """clip: PPO's; importance: the ratio alone; none: another correction of the list brings it."""
     restore_cap: float = 5.0
     """With side = outward: ratios of negative advantages are truncated here; the gradient stays."""
+    restore_floor: float = 0.0
+    """With side = outward and surrogate = importance: ratios of positive advantages are lifted to
+    at least this; in [0, 1]."""
 
     def __post_init__(self) -> None:
         require(self.tau > 0, f"tau must be above 0, not {self.tau}")
@@ -80,6 +84,16 @@ class EstrOptions:
             self.restore_cap >= 1 + self.clip_high,
             f"restore_cap must be at least 1 + clip_high, not {self.restore_cap}: below it, the "
             "clip would take the restoring gradient away",
+        )
+        require(
+            0 <= self.restore_floor <= 1,
+            f"restore_floor must be in [0, 1], not {self.restore_floor}: above 1 it would lift "
+            "ratios that have not drifted",
+        )
+        require(
+            self.restore_floor == 0 or (self.side == "outward" and self.surrogate == "importance"),
+            f"restore_floor = {self.restore_floor} has a meaning only with side = outward and "
+            "surrogate = importance",
         )
 
 
@@ -135,7 +149,8 @@ class TisOptions:
     surrogate: clipped on pi/q unless another correction of the list brings one."""
 
     level: Level = "token"
-    """token: each its own; sequence: product over the trajectory; geometric: its geometric mean."""
+    """token: each its own; turn: product over its turn; sequence: product over the trajectory;
+    geometric: its geometric mean."""
     cap: float = 2.0
     """Largest weight; above 0."""
 
@@ -149,7 +164,8 @@ class MisOptions:
     surrogate: clipped on pi/q unless another correction of the list brings one."""
 
     level: Level = "token"
-    """token: each its own; sequence: product over the trajectory; geometric: its geometric mean."""
+    """token: each its own; turn: product over its turn; sequence: product over the trajectory;
+    geometric: its geometric mean."""
     low: float = 0.5
     """Lowest weight that is kept."""
     high: float = 2.0
@@ -171,10 +187,11 @@ class DppoOptions:
     """tv: the difference of probabilities; kl: the Bernoulli divergence of mu from pi."""
     radius: float | None = None
     """Largest divergence that is kept; unset: 0.15 for tv, 0.05 for kl."""
-    scale: Literal["none", "entropy"] = "none"
-    """entropy: the radius is radius * sqrt(H + eps); not the paper's."""
+    scale: Literal["none", "entropy", "gini"] = "none"
+    """entropy: the radius is radius * sqrt(H + eps); gini: the same with gini for H; not the
+    paper's."""
     eps: float = 0.01
-    """With scale = entropy: added to the entropy, nats; above 0."""
+    """With a scale: added to the entropy (nats) or to gini; above 0."""
     ratio_cap: float = 20.0
     """Ratios are truncated here; the gradient stays."""
 

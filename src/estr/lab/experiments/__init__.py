@@ -16,7 +16,10 @@ EXPERIMENTS: dict[str, str] = {
     "scaling": "how the log-ratio scatters with the entropy, by source and lag",
     "switches": "entropy and log-ratio around switches of version",
     "fidelity": "gradients of the rules against the on-policy gradient",
-    "paper": "all of them, beside the published figures",
+    "diversity": "pass@k with high-entropy tokens kept or dropped",
+    "collapse": "which indicators preceded collapses, how early, how often for nothing",
+    "rules": "a rule space written down beforehand: is there a better rule?",
+    "paper": "every claim, beside the published figures",
 }
 """name -> what it measures; estr.lab.experiments.NAME is the module."""
 

@@ -1,0 +1,156 @@
+"""`estr lab compare --recipe mine.toml`: the comparison on one's own model and task.
+
+    recipe x method x seed --estr train--> rows --> table, verdicts
+    recipe, max_staleness = 0, no correction --'    (the reference)
+
+Real runs: the recipe as it is but for seed and correction, lag and mismatch whatever the machine
+makes of them. Two runs with one seed meet the same problems; they do not repeat to the bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ..config import Recipe
+from . import figures
+from .lab import Claim, Lab, Report
+from .methods import ALL_METHODS, Corrections, Table
+from .natural import train_naturally
+from .protocol import SYNC_CELL, Cell, Standing, standing_lines, standings
+from .statistics import MARGIN, MIN_PAIRS, Answer, Paired, compare_seeds, judge
+from .sweep import Job
+from .table import Row
+
+REGIME = "own"
+METHODS = ("none", "icepop", "dppo", "estr", "estr_sequence")
+"""At their defaults; the recipe's own correction comes beside them as OWN."""
+OWN = "recipe"
+NUM_SEEDS = 3
+
+
+def compare_recipe(lab: Lab, recipe: Recipe) -> Report:
+    """Methods and the recipe's own correction against synchronous training and no correction."""
+    rows = lab.run(jobs(lab, recipe))
+    found = standings(rows)
+    panels = {
+        regime: {m: list(s.accuracy.values()) for (r, m), s in found.items() if r == regime}
+        for regime in dict.fromkeys(cell[0] for cell in found)
+    }
+    draw = functools.partial(figures.dots, panels, ylabel="held-out accuracy at the end")
+    title = f"{recipe.name}, {recipe.steps} steps"
+    return Report(rows, claims(found), {title: standing_lines(found, {})}, draw if panels else None)
+
+
+def corrections(recipe: Recipe) -> dict[str, Corrections]:
+    """By method; OWN only where the recipe's is none of the others."""
+    found = {name: ALL_METHODS[name].default[1] for name in METHODS}
+    own = tuple(dict(entry) for entry in recipe.correction)
+    return found if own in found.values() else {**found, OWN: own}
+
+
+def jobs(lab: Lab, recipe: Recipe) -> list[Job]:
+    """One run for each method and seed; the reference first, so that a fault of the recipe shows
+    before much is spent."""
+    table = plain_table(recipe)
+    sync = {**table, "max_staleness": 0, "num_minibatches": 1, "publish_every": 1}
+    cells: list[tuple[Cell, Table, Corrections]] = [(SYNC_CELL, sync, corrections(recipe)["none"])]
+    cells += [((REGIME, name), table, entries) for name, entries in corrections(recipe).items()]
+    data = data_digest(recipe)
+    return [
+        Job(
+            {"regime": cell[0], "method": cell[1], "seed": seed, "phase": "judge"},
+            {"recipe": {**its, "correction": list(entries), "seed": seed}, "data": data},
+            function="estr.lab.own:train_own",
+        )
+        for cell, its, entries in cells
+        for seed in lab.judge_seeds
+    ]
+
+
+def plain_table(recipe: Recipe) -> Table:
+    """The recipe as plain data, without what costs time and changes no figure: checkpoints,
+    evaluations on the way, records elsewhere."""
+    table = dataclasses.asdict(recipe)
+    table["eval"]["every"] = 0
+    table["checkpoint"]["every_steps"] = 0
+    table.pop("wandb")
+    return table
+
+
+def data_digest(recipe: Recipe) -> str:
+    """Of the files that the recipe's task names, so that changed data is trained on anew."""
+    digest = hashlib.sha256()
+    for path in sorted(_files(recipe.task)):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:24]
+
+
+def _files(value: Any) -> set[Path]:
+    if isinstance(value, Mapping):
+        return set().union(*(_files(v) for v in value.values()))
+    if isinstance(value, list | tuple):
+        return set().union(*(_files(v) for v in value))
+    return {Path(value)} if isinstance(value, str) and value and Path(value).is_file() else set()
+
+
+def train_own(table: Mapping[str, Any]) -> list[Row]:
+    """table: recipe, data (a digest, there to tell the runs of other data apart)."""
+    return train_naturally(table["recipe"])
+
+
+def claims(found: Mapping[Cell, Standing]) -> list[Claim]:
+    """For each method: does it keep up with synchronous training, is it better than nothing?"""
+    own = {method: standing for (regime, method), standing in found.items() if regime == REGIME}
+    none = own.get("none")
+    pairs = {
+        name: compare_seeds(standing.accuracy, none.accuracy)
+        for name, standing in own.items()
+        if none is not None and name != "none"
+    }
+    better = judge(pairs)
+    made = []
+    for name, standing in sorted(own.items(), key=lambda i: -fmean(i[1].accuracy.values())):
+        made.append(
+            Claim(
+                f"{name} keeps up with synchronous training",
+                "",
+                _against(standing.against),
+                _answer(standing.judgement, ("better", "non-inferior"), "inferior"),
+                _why(len(standing.accuracy), f"non-inferior by {MARGIN:g}"),
+            )
+        )
+        if name in pairs:
+            pair = pairs[name]
+            beaten = "inferior" if pair is not None and pair.high < MARGIN else ""
+            judged = better[name] if better[name] != "non-inferior" else beaten
+            made.append(
+                Claim(
+                    f"{name} is better than no correction",
+                    "",
+                    _against(pair),
+                    _answer(judged, ("better",), "inferior"),
+                    _why(len(standing.accuracy), f"better by more than {MARGIN:g}"),
+                )
+            )
+    return made
+
+
+def _answer(judgement: str, holds: Sequence[str], fails: str) -> Answer:
+    return "holds" if judgement in holds else "not here" if judgement == fails else "undecided"
+
+
+def _against(pair: Paired | None) -> str:
+    if pair is None:
+        return ""
+    return f"{pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}] over {pair.num_pairs} seeds"
+
+
+def _why(num_seeds: int, criterion: str) -> str:
+    few = f"; nothing is decided below {MIN_PAIRS} seeds (--seeds {MIN_PAIRS})"
+    return f"{criterion}, paired by seed, Holm-corrected" + (few if num_seeds < MIN_PAIRS else "")
