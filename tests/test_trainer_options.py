@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from estr.run import _bytes_needed
+from estr.processes import bytes_needed
 from estr.trainer import Trainer
 from estr.weights import MemoryWeightStore
 from tiny import draw_groups, tiny_model, tiny_recipe
@@ -78,6 +78,6 @@ def test_room_for_versions_is_that_of_what_the_engine_takes(
     model.save_pretrained(tmp_path)
     count = sum(p.numel() for p in model.parameters())
     recipe = tiny_recipe(max_staleness=1)
-    assert _bytes_needed(tmp_path, recipe) == 3 * 4 * count
+    assert bytes_needed(tmp_path, recipe) == 3 * 4 * count
     half = tiny_recipe(max_staleness=1, engine={"dtype": "bfloat16"})
-    assert _bytes_needed(tmp_path, half) == 3 * 2 * count
+    assert bytes_needed(tmp_path, half) == 3 * 2 * count
