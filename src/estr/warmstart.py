@@ -21,7 +21,7 @@ import math
 import platform
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,8 @@ class WarmStart:
     """How a warm start is made, but for its task."""
 
     seed: int = 0
-    steps: int = 300
+    steps: int | None = None
+    """None: as many as the task asks for."""
     batch_size: int = 128
     lr: float = 3e-3
     layers: int = 2
@@ -105,11 +106,12 @@ def train(model: Any, tokenizer: Any, task: Twin, setting: WarmStart) -> list[fl
     from torch.nn.functional import cross_entropy
 
     rng = random.Random(setting.seed)
+    steps = _num_steps(setting, task)
     optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, setting.steps)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
     losses = []
     model.train()
-    for step in range(setting.steps):
+    for step in range(steps):
         first = step * setting.batch_size
         ids, labels = _batch(task, range(first, first + setting.batch_size), tokenizer, rng)
         logits = model(input_ids=ids, use_cache=False).logits
@@ -187,6 +189,7 @@ def make(setting: WarmStart, out: Path, *, task: Table | None = None) -> dict[st
 
     table = dict(task or {"name": "calculator"})
     twin = find_twin(table)
+    setting = replace(setting, steps=_num_steps(setting, twin))
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     torch.manual_seed(setting.seed)
@@ -216,12 +219,16 @@ def make(setting: WarmStart, out: Path, *, task: Table | None = None) -> dict[st
 
 def _command(task: Table, setting: WarmStart) -> str:
     words = [f"estr warmstart --out FOLDER --seed {setting.seed}"]
-    if setting.steps != WarmStart().steps:
+    if setting.steps != find_twin(task).warm_start_steps:
         words.append(f"--steps {setting.steps}")
     if task["name"] != "calculator":
         words.append(f"--task {task['name']}")
     words += [f"--set task.{key}={value}" for key, value in task.items() if key != "name"]
     return " ".join(words)
+
+
+def _num_steps(setting: WarmStart, task: Twin) -> int:
+    return task.warm_start_steps if setting.steps is None else setting.steps
 
 
 def find_twin(table: Table) -> Twin:
@@ -256,7 +263,7 @@ def cached_folder(table: Table, setting: WarmStart) -> Path:
     task = find_twin(table)
     rng = random.Random(setting.seed)
     shown = [list(task.demonstrate(index, rng)) for index in range(_NUM_DIGESTED)]
-    content = repr((asdict(setting), version("torch"), shown)).encode()
+    content = repr((asdict(setting), _num_steps(setting, task), version("torch"), shown)).encode()
     digest = hashlib.sha256(content + Path(__file__).read_bytes()).hexdigest()
     return cache_folder() / WARM_START / f"{table['name']}-{setting.seed}-{digest[:12]}"
 

@@ -35,7 +35,7 @@ def warmstart(
     from ..warmstart import WarmStart, make
 
     table = load_recipe(None, [f"task={json.dumps(task)}", *overrides]).task
-    setting = WarmStart(seed=seed) if steps is None else WarmStart(seed=seed, steps=steps)
+    setting = WarmStart(seed=seed, steps=steps)
     record = make(setting, out, task=table)
     click.echo(f"held-out accuracy {record['accuracy']:.3f}, {record['parameters']} parameters")
     click.echo(f"results: {out}, {out / 'record.json'}")

@@ -79,6 +79,7 @@ class CalculatorTask:
     def __init__(self, options: CalculatorOptions) -> None:
         self.options = options
         self.max_turns = 2 * max(options.num_terms, options.max_terms)
+        self.warm_start_steps = 300 if options.order == "fixed" else 800
         self._latency = Latency(options)
 
     def size(self, split: str) -> int | None:

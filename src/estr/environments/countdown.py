@@ -85,6 +85,7 @@ class CountdownTask:
     stop: tuple[str, ...] = (".",)
     max_turns = 1
     unfinished_outcome: float | None = 0.0
+    warm_start_steps = 300
 
     def __init__(self, options: CountdownOptions) -> None:
         self.options = options

@@ -27,7 +27,12 @@ Span = tuple[str, bool]
 
 
 class Twin(Task, Protocol):
-    """A task that can show how it is played."""
+    """A task that can show how it is played.
+
+    warm_start_steps: supervised steps after which the usual small decoder is right now and then.
+    """
+
+    warm_start_steps: int
 
     def demonstrate(self, index: int, rng: random.Random) -> Iterator[Span]:
         """One rollout of training problem `index` as a player with slips would have it, stop texts

@@ -86,6 +86,7 @@ class LookupTask:
     name = "lookup"
     stop: tuple[str, ...] = ("]", ".")
     unfinished_outcome: float | None = 0.0
+    warm_start_steps = 300
 
     def __init__(self, options: LookupOptions) -> None:
         self.options = options
