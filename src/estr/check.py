@@ -143,7 +143,7 @@ def _codec(recipe: Recipe, findings: Findings) -> Codec:
     warm = parse_warm_start(recipe.model)
     if warm is not None:
         folder = cached_folder(recipe.task, warm)
-        made = "" if folder.is_dir() else "; it is made at its first use, in about a minute"
+        made = "" if folder.is_dir() else "; it is made at its first use, in a minute or two"
         findings.notes.append(f"warm start {folder}{made}")
         return Codec(make_tokenizer())
     folder = resolve_model(recipe.model)

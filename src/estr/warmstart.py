@@ -7,7 +7,7 @@
 A Llama-style decoder with one token a character learns, supervised, from demonstrations with
 errors in them. It ends up right now and then: enough to earn reward, with far to go. The folder is
 an ordinary Hugging Face folder plus record.json: the command, the losses, the accuracy measured at
-the end, versions and date. A recipe's warm start is made at its first use, in about a minute, and
+the end, versions and date. A recipe's warm start is made at its first use, in a minute or two, and
 kept in the user's cache folder under the digest of what it is made from.
 """
 
@@ -274,7 +274,7 @@ def warm_start(
     """The folder of a task's warm start, made if the cache has none. tell: is told so then."""
     folder = cached_folder(table, setting)
     if not (folder / "record.json").is_file():
-        tell(f"making the warm start of task {table['name']}, once, about a minute: {folder}")
+        tell(f"making the warm start of task {table['name']}, once, in a minute or two: {folder}")
         record = make(setting, folder, task=table)
         tell(f"its held-out accuracy is {record['accuracy']:.3f}")
     return folder
