@@ -156,6 +156,23 @@ async def test_failed_groups_are_issued_again_check_114(tmp_path: Path) -> None:
     assert messages.texts == ["group 1 (problem 1) failed: no gold"]
 
 
+async def test_groups_that_fail_alike_are_told_three_times(tmp_path: Path) -> None:
+    def make(index: int) -> ScriptedEnvironment:
+        return ScriptedEnvironment("12", [GraderError(f"got 1 answer for {index} replies")])
+
+    messages = Messages()
+    table = recipe(steps=5, rollout={"max_failed_groups": 9, "max_attempts": 1})
+    loop, _ = build(tmp_path, table, task=CoinTask(make=make), reporter=messages)
+    with pytest.raises(EngineError, match=r"9 groups in a row failed .*got 1 answer"):
+        await finish(loop)
+    told = [text for text in messages.texts if " failed: " in text]
+    assert len(told) == 3
+    assert told[0].endswith("failed: got 1 answer for 0 replies")
+    assert told[2].endswith(
+        "(more groups that fail in this way are only counted, as failed_groups)"
+    )
+
+
 async def test_a_problem_that_always_fails_is_given_up_aloud(tmp_path: Path) -> None:
     coin = itertools.cycle([1.0, 0.0])
 
