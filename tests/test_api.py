@@ -286,5 +286,5 @@ def test_an_export_never_writes_over_anything(tmp_path: Path) -> None:
         load_model(dest).state_dict().keys()
         == load_model(resolve_model("builtin")).state_dict().keys()
     )
-    with pytest.raises(DataError, match="is no run"):
+    with pytest.raises(ConfigError, match="is no run"):
         estr.export("unheard-of", tmp_path / "other")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import json
+import re
 import subprocess
 import sys
 import tomllib
@@ -173,7 +174,9 @@ def test_errors_become_a_line_and_an_exit_code(error: BaseException, code: int) 
         (["--set", "trainer.tau=1"], "correction.tau"),
         (["--set", "steps"], "not of the form key=value"),
         (["--set", "sampling.temperature=0"], "temperature"),
-        (["no-such-recipe"], "neither a file nor a shipped recipe"),
+        (["no-such-recipe"], "neither a file nor a shipped recipe; shipped are calculator"),
+        (["calcualtor"], "shipped recipe; did you mean calculator?"),
+        (["recipes/smollm2-gsm8.toml"], "did you mean recipes/smollm2-gsm8k.toml?"),
         (["--resume", "nowhere"], "nowhere"),
     ],
 )
@@ -223,6 +226,8 @@ def test_check_prints_a_recipe(model: Path) -> None:
     )
     notes = [line for line in result.stdout.split("\n") if line.startswith("# ")]
     assert "# gold answers of 8 problems are graded 1" in notes
+    assert not [note for note in notes if "empty reply" in note]
+    assert "# a turn ends at ']' (token 16) or '.' (token 17) or '<eos>' (token 1)" in notes
     assert f"# model folder {model}" in notes
     assert [n for n in notes if n.startswith("# problem")] == [f"# problem {i}:" for i in range(3)]
     assert "#   wrote | [" in result.stdout
@@ -295,6 +300,39 @@ def test_check_plays_the_gold_answers_check_101(model: Path, override: str, matc
     result = run("check", "--set", f"model={model}", "--set", override)
     assert result.exit_code == 2
     assert match in result.stderr
+
+
+def generous(reply: str) -> float:
+    return 1.0
+
+
+def fragile(reply: str, record: dict[str, str]) -> float:
+    return float(reply.split()[0] == record["answer"])
+
+
+def short(replies: list[str]) -> list[float]:
+    return [1.0]
+
+
+@pytest.mark.parametrize(
+    ("reward", "note", "error"),
+    [
+        ("generous", "an empty reply to train problem 0 of task data is graded 1", None),
+        ("fragile", r"fails with grader_error: .*IndexError: .* \(test_cli\.py, line \d+\)", None),
+        ("short", None, "gave 1 answers for 4 replies"),
+    ],
+)
+def test_check_tries_a_reward_function_on_many_replies_and_on_none(
+    model: Path, tmp_path: Path, reward: str, note: str | None, error: str | None
+) -> None:
+    rows = [json.dumps({"row": f"1{n}+22", "answer": f"[1{n}+22"}) for n in range(9)]
+    (tmp_path / "my.jsonl").write_text("\n".join(rows))
+    options = {"prompt": "{row}=", "gold": "{answer}", "style": "text", "stop": '["]", "."]'}
+    options |= {"path": str(tmp_path / "my.jsonl"), "reward": f"test_cli:{reward}"}
+    overrides = [f"task.{key}={value}" for key, value in options.items()]
+    findings = check_recipe(None, [f"model={model}", "task.name=data", *overrides])
+    assert [e for e in findings.errors if error is None or error not in e] == []
+    assert note is None or re.search(note, "\n".join(findings.notes))
 
 
 def test_check_says_that_a_task_has_no_gold_answers(model: Path) -> None:
@@ -459,6 +497,9 @@ def test_ledger_names_a_torn_step_and_a_wrong_query(recorded: Path) -> None:
     assert wrong.exit_code == 1
     assert "\nerror: the query failed: Parser Error" in wrong.stderr
     assert "neither" in error_of(run("ledger", "nowhere", "--runs", recorded))
+    near = run("ledger", "small", "maskrate", "--runs", recorded)
+    assert "'maskrate' is neither SQL nor a shipped query; did you mean mask-rate?" in near.stderr
+    assert near.exit_code == 2
 
 
 # -- bench --------------------------------------------------------------------------------------

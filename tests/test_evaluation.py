@@ -563,6 +563,18 @@ def test_a_run_brings_its_recipe_and_its_weights(folder: Path, tmp_path: Path) -
     assert find_run("absent", tmp_path) is None
 
 
+def test_a_label_that_a_run_of_several_tasks_does_not_have_is_refused(
+    folder: Path, tmp_path: Path
+) -> None:
+    tasks = [{"name": "calculator", "label": label} for label in ("easy", "hard")]
+    recipe = recipe_from_table({"name": "r", "model": str(folder), "task": tasks})
+    RunFolder.create(recipe, tmp_path)
+    with pytest.raises(ConfigError, match=r"'esay' is neither a task of r \(easy, hard\) nor"):
+        find_subject("r", task="esay", weights="start", runs=tmp_path)
+    start = find_subject("r", task="countdown", weights="start", runs=tmp_path)
+    assert start.recipe.task == {"name": "countdown"}
+
+
 def test_what_is_neither_run_nor_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"nowhere is no run .*runs/nowhere.* and no model"):
+    with pytest.raises(ConfigError, match=r"nowhere is no run .*runs/nowhere.* and no model"):
         find_subject("nowhere", runs=tmp_path / "runs")

@@ -11,7 +11,7 @@ import pytest
 
 from estr import functions
 from estr.errors import ConfigError
-from estr.functions import CallTimeout, call_limited, import_object
+from estr.functions import CallTimeout, call_limited, import_object, told
 
 
 def test_a_function_is_found_by_name_here_and_in_packages(
@@ -28,6 +28,23 @@ def test_a_function_is_found_by_name_here_and_in_packages(
 def test_what_is_not_there_is_named_with_its_key(target: str) -> None:
     with pytest.raises(ConfigError, match=r"task\.tools = .* cannot be imported"):
         import_object(target, "task.tools")
+
+
+def test_the_line_of_the_users_own_code_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "faulty.py").write_text(
+        "import json\n\ndef score(reply):\n    return json.loads(reply)\n"
+    )
+    (tmp_path / "broken.py").write_text("\nimport no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    score = import_object("faulty:score", "task.reward")
+    with pytest.raises(ValueError, match="Expecting value") as found:
+        score("no JSON")
+    assert told(found.value).endswith(" (faulty.py, line 4)"), "and not the line in json"
+    with pytest.raises(ConfigError, match=r"named 'no_such_package' \(broken\.py, line 2\); the"):
+        import_object("broken:score", "task.reward")
+    assert told(ValueError("raised nowhere")) == "ValueError: raised nowhere"
 
 
 async def test_ordinary_functions_coroutines_and_what_they_raise() -> None:

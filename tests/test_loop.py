@@ -7,6 +7,7 @@ import itertools
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,9 @@ from estr.errors import (
     Stalled,
     WeightsError,
 )
+from estr.evaluation_result import EvalResult
+from estr.evaluations import Accuracy
+from estr.loop import MORE_FAILURES
 from estr.metrics import read_metrics
 from estr.progress import SilentReporter
 from loop_parts import STOP, CoinTask, build, recipe
@@ -154,6 +158,33 @@ async def test_failed_groups_are_issued_again_check_114(tmp_path: Path) -> None:
     assert tries[1] == 6, "the problem came again, whole, in a group of its own"
     assert loop.totals.to_row()["failed_groups"] == 1
     assert messages.texts == ["group 1 (problem 1) failed: no gold"]
+
+
+def test_an_evaluation_whose_rollouts_failed_says_so(tmp_path: Path) -> None:
+    messages = Messages()
+    loop, _ = build(tmp_path, recipe(), reporter=messages)
+    fields: dict[str, Any] = dict.fromkeys(EvalResult.__dataclass_fields__)
+    fields |= {"task": "coin", "num_problems": 20, "num_rollouts": 20, "avg_at_k": 0.0}
+    fields |= {"avg_interval": (0.0, 0.0), "failures": {"truncated": 2, "grader_error": 18}}
+    fields |= {"errors": {"grader_error": "KeyError: 'x'"}}
+    loop.evaluations.on_result(Accuracy(0, 0.0, 0.0), [EvalResult(**fields)])
+    assert messages.texts == [
+        "18 of 20 held-out rollouts of coin failed with grader_error, which counts as not solved: "
+        "KeyError: 'x'"
+    ]
+
+
+async def test_groups_that_fail_alike_are_told_three_times(tmp_path: Path) -> None:
+    def make(index: int) -> ScriptedEnvironment:
+        return ScriptedEnvironment("12", [GraderError(f"got 1 answer for {index} replies")])
+
+    messages = Messages()
+    table = recipe(steps=5, rollout={"max_failed_groups": 9, "max_attempts": 1})
+    loop, _ = build(tmp_path, table, task=CoinTask(make=make), reporter=messages)
+    with pytest.raises(EngineError, match=r"groups in a row failed .*got 1 answer"):
+        await finish(loop)
+    told = [text for text in messages.texts if " failed: " in text]
+    assert [text.endswith(MORE_FAILURES) for text in told] == [False, False, True]
 
 
 async def test_a_problem_that_always_fails_is_given_up_aloud(tmp_path: Path) -> None:

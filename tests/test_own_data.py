@@ -149,7 +149,7 @@ def test_a_record_that_cannot_be_graded_is_refused_or_dropped_check_94(
         ({"tools": ["json:nothing"]}, "task.tools = 'json:nothing' cannot be imported"),
         ({"prompt": "{question} ({answer})"}, "task.prompt shows the model the answer"),
         ({"system": "it is {answer}"}, "task.system shows the model the answer"),
-        ({"prompts": "{question}"}, r"unknown key task \(data\)\.prompts.*prompt"),
+        ({"prompts": "{question}"}, r"unknown key task\.prompts of data.*task\.prompt"),
         ({"reward": 3}, "reward"),
     ],
 )
@@ -233,6 +233,18 @@ def test_a_reward_function_of_ones_own(tmp_path: Path, file: Path) -> None:
 
 
 # -- tools ---------------------------------------------------------------------------------------
+
+
+def maybe(reply: str, answer: str | None = None) -> float:
+    return float(answer is None)
+
+
+def test_a_function_that_asks_for_answers_that_nobody_has_is_refused(tmp_path: Path) -> None:
+    path = write(tmp_path / "my.jsonl", [{"question": str(n), "gold": n} for n in range(10)])
+    with pytest.raises(ConfigError, match=r"no record of .*my\.jsonl has the field 'answer'; name"):
+        task(path, reward="test_own_data:exact")
+    assert task(path, reward="test_own_data:exact", answer="gold").problem("train", 0).answer
+    assert task(path, reward="test_own_data:maybe").problem("train", 0).answer is None
 
 
 def double(x: int) -> int:

@@ -463,7 +463,10 @@ def test_the_command_prints_tables_and_writes_json(by_hand: Path, tmp_path: Path
 
 
 def test_the_command_shows_gradients(trained: RunFolder) -> None:
+    result = replayed(trained.path, "-c", "none", "--gradients", "--step", "1")
+    assert "all tokens of this step are of the weights that are trained (lag 0)" in result.stdout
     result = replayed(trained.path, "-c", "none", "--gradients")
+    assert "lag 0" not in result.stdout
     assert result.exit_code == 0, result.output
     for words in (
         "step 3",

@@ -10,6 +10,7 @@ the very path that a rollout takes (tokenizer, budgets, stop tokens, grader).
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import tomllib
 from collections.abc import Callable, Sequence
@@ -79,7 +80,8 @@ def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
     for task in tasks:
         stops = findings.attempt(partial(codec.resolve_stops, task.stop))
         if stops is not None:
-            findings.notes.append(f"a turn ends at token {' or '.join(map(str, stops))}")
+            shown = " or ".join(f"{codec.decode([stop])!r} (token {stop})" for stop in stops)
+            findings.notes.append(f"a turn ends at {shown}")
             findings.decode = codec.decode
             _play_gold_answers(recipe, task, codec, stops, findings)
     return findings
@@ -117,7 +119,8 @@ def _tasks(recipe: Recipe, findings: Findings) -> list[Task]:
 def _note_sizes(task: Task, findings: Findings) -> None:
     sizes = {split: task.size(split) for split in ("train", "test")}
     shown = ", ".join(f"{'endless' if n is None else n} {split}" for split, n in sizes.items())
-    findings.notes.append(f"task {task.name}: {shown} problems, at most {task.max_turns} turns")
+    turns = "one turn" if task.max_turns == 1 else f"at most {task.max_turns} turns"
+    findings.notes.append(f"task {task.name}: {shown} problems, {turns}")
     for split, size in sizes.items():
         if size == 0:
             raise ConfigError(f"task {task.name} has no problem in its {split!r} split")
@@ -181,14 +184,10 @@ def _play_gold_answers(
     played = 0
     for split in ("train", "test"):
         size = task.size(split)
-        for problem in range(NUM_GOLD_PROBLEMS if size is None else min(NUM_GOLD_PROBLEMS, size)):
-            turns = task.gold(split, problem)
-            setting = _setting(recipe, task, codec, sampling, split, turns)
-            name = RolloutId(0, problem, 0)
-            play = partial(
-                run_rollout, setting, name, problem, dispatch_version=0, deadline_version=0
-            )
-            trajectory = blocking.run(play)
+        problems = range(NUM_GOLD_PROBLEMS if size is None else min(NUM_GOLD_PROBLEMS, size))
+        golds = [task.gold(split, problem) for problem in problems]
+        settings = [_setting(recipe, task, codec, sampling, split, turns) for turns in golds]
+        for problem, turns, trajectory in zip(problems, golds, _played(settings), strict=True):
             if split == "train" and problem < NUM_SHOWN:
                 findings.shown.append(trajectory if turns else _prompt_of(trajectory))
             complaint = _complaint(trajectory, played=bool(turns))
@@ -205,6 +204,31 @@ def _play_gold_answers(
         if played
         else f"task {task.name} has no gold answers to play"
     )
+    _play_empty_reply(_setting(recipe, task, codec, sampling, "train", ()), findings)
+
+
+def _play_empty_reply(setting: RolloutSetting, findings: Findings) -> None:
+    """A model that learns writes all sorts of things: what a reward makes of nothing at all."""
+    (trajectory,) = _played([setting])
+    what = f"an empty reply to train problem 0 of task {setting.task.name}"
+    if trajectory.error is not None:
+        findings.notes.append(f"{what} fails with {trajectory.status}: {trajectory.error}")
+    elif trajectory.outcome == _GOLD_OUTCOME and "".join(setting.task.gold("train", 0)).strip():
+        findings.notes.append(f"{what} is graded 1, like the gold answer: is that meant?")
+
+
+def _played(settings: Sequence[RolloutSetting]) -> list[Trajectory]:
+    """Problem i in setting i, all at once, as in training: a reward function of many gets many."""
+
+    async def play() -> list[Trajectory]:
+        return await asyncio.gather(
+            *(
+                run_rollout(s, RolloutId(0, i, 0), i, dispatch_version=0, deadline_version=0)
+                for i, s in enumerate(settings)
+            )
+        )
+
+    return blocking.run(play)
 
 
 def _setting(

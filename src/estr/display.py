@@ -261,7 +261,8 @@ class PlainReporter:
     def evaluated(self, version: int, accuracy: float, num_problems: int) -> None:
         if self._progress is not None:
             self._progress.accuracies.append((version, accuracy, num_problems))
-        self._say(f"version {version}: held-out accuracy {accuracy:.3f} on {num_problems} problems")
+        problems = "1 problem" if num_problems == 1 else f"{num_problems} problems"
+        self._say(f"version {version}: held-out accuracy {accuracy:.3f} on {problems}")
 
     def rolled_out(self, trajectory: Trajectory, text: str) -> None:
         pass

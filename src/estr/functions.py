@@ -16,8 +16,11 @@ import importlib
 import inspect
 import os
 import sys
+import sysconfig
 import threading
+import traceback
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from .errors import ConfigError
@@ -53,10 +56,22 @@ def import_object(target: str, key: str) -> Any:
             found = getattr(found, part)
     except Exception as error:  # a user's module may raise anything
         raise ConfigError(
-            f"{key} = {target!r} cannot be imported: {type(error).__name__}: {error}; "
+            f"{key} = {target!r} cannot be imported: {told(error)}; "
             "the module must be importable from where estr is started (see PYTHONPATH)"
         ) from error
     return found
+
+
+def told(error: BaseException) -> str:
+    """What was raised and, of the user's own code, where: "KeyError: 'x' (my_reward.py, line 7)".
+    Without a place where only libraries are in the traceback."""
+    folders = [str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib"))]
+    own = [
+        f" ({Path(frame.filename).name}, line {frame.lineno})"
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(("<", *folders))
+    ]
+    return f"{type(error).__name__}: {error}{own[-1] if own else ''}"
 
 
 async def call_limited(

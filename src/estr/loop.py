@@ -23,7 +23,9 @@ bound stands in docs/the-loop.md; it is asserted again at every consumption.
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,12 @@ if TYPE_CHECKING:
     from .ledger import LedgerWriter
     from .metrics import MetricsWriter
     from .trainer_process import TrainerClient
+
+
+NAMED_FAILURES = 3
+"""Failed groups that are told one by one, of those with one reason."""
+
+MORE_FAILURES = " (more groups that fail in this way are only counted, as failed_groups)"
 
 
 class Loop:
@@ -117,6 +125,7 @@ class Loop:
             curriculum=recipe.curriculum,
         )
         self._failed_in_a_row = 0
+        self._reasons: Counter[str] = Counter()
         self._clock = time.monotonic()
         self._saved_at = time.monotonic()
         self._saved_step = -1
@@ -255,7 +264,14 @@ class Loop:
         self.totals.add_sum("failed_groups", 1.0)
         errors = [t.error for t in trajectories if t.error]
         reason = errors[0] if errors else "fewer than two members were scored"
-        self.reporter.message(f"group {group.id} (problem {group.problem}) failed: {reason}")
+        # The numbers in a message often differ where the fault is one.
+        alike = re.sub(r"\d+", "N", reason)
+        self._reasons[alike] += 1
+        if self._reasons[alike] <= NAMED_FAILURES:
+            more = "" if self._reasons[alike] < NAMED_FAILURES else MORE_FAILURES
+            self.reporter.message(
+                f"group {group.id} (problem {group.problem}) failed: {reason}{more}"
+            )
         if group.issue + 1 >= self.groups.max_issues:
             self.totals.add_sum("abandoned_problems", 1.0)
             self.reporter.message(
@@ -439,6 +455,13 @@ class Loop:
             row |= {f"eval/{result.task}/accuracy": result.avg_at_k for result in results}
         self.writer.write(step=self.step, version=version, wall_s=self.wall_s, values=row)
         self.reporter.evaluated(version, accuracy.accuracy, problems)
+        for result in results:
+            for status, error in result.errors.items():
+                number = f"{result.failures[status]} of {result.num_rollouts} held-out rollouts"
+                self.reporter.message(
+                    f"{number} of {result.task} failed with {status}, which counts as not solved: "
+                    f"{error}"
+                )
 
     # -- checkpoints --------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from pathlib import Path
 
 from .errors import ConfigError
@@ -14,9 +15,11 @@ def find_recipe(name: str | None) -> Path | None:
     shipped = {path.stem: path for place in recipe_folders() for path in place.glob("*.toml")}
     if name in shipped:
         return shipped[name]
-    raise ConfigError(
-        f"recipe {name} is neither a file nor a shipped recipe ({', '.join(sorted(shipped))})"
-    )
+    folder = Path(name).parent
+    files = {str(folder / path.name) for path in folder.glob("*.toml")}
+    near = difflib.get_close_matches(name, [*shipped, *files], n=1)
+    remedy = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(sorted(shipped))}"
+    raise ConfigError(f"recipe {name} is neither a file nor a shipped recipe; {remedy}")
 
 
 def recipe_folders() -> list[Path]:

@@ -24,7 +24,7 @@ from typing import Any
 
 from .environment import Message, Reply
 from .errors import ConfigError, GraderError
-from .functions import CallTimeout, call_limited
+from .functions import CallTimeout, call_limited, told
 from .records import Record
 from .types import FinishReason
 
@@ -68,6 +68,12 @@ class Reward:
         self._waiting: list[tuple[Attempt, asyncio.Future[Any]]] = []
         self._calls: set[asyncio.Task[None]] = set()
 
+    def requires(self, name: str) -> bool:
+        """Does it ask for this field of an Attempt, with no default of its own?"""
+        parameters = inspect.signature(self._function).parameters
+        asked = parameters.get(name) or parameters.get(_PLURALS[name])
+        return asked is not None and asked.default is asked.empty
+
     async def __call__(self, attempt: Attempt) -> Reply:
         """The graded end of a rollout. Raises GraderError."""
         if self._takes_many:
@@ -83,7 +89,7 @@ class Reward:
         except GraderError:
             raise
         except Exception as error:  # a user's function may raise anything
-            raise GraderError(f"{self._name}: {type(error).__name__}: {error}") from error
+            raise GraderError(f"{self._name}: {told(error)}") from error
 
     async def _among_many(self, attempt: Attempt) -> Any:
         """The answer for one attempt out of a call for all that wait."""

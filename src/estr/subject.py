@@ -66,9 +66,11 @@ def find_subject(
     task: plays that task with its default options, unless it is the recipe's own, or the label of
     one of several. Without it a recipe of several tasks keeps them all; it cannot be played then.
     overrides: keys of the recipe, as in load_recipe. A task that is not that of the run brings its
-    `eval_settings` along; they stand above the recipe and below the overrides. Raises ConfigError,
-    or DataError naming what was looked for.
+    `eval_settings` along; they stand above the recipe and below the overrides. Raises ConfigError
+    naming what was looked for, or DataError where a run or a model cannot be used.
     """
+    from .environments import TASKS
+
     source = os.fspath(source)
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
@@ -77,6 +79,11 @@ def find_subject(
     if chosen in own and len(own) > 1:
         overrides = [*_as_overrides(own[chosen]), *overrides]
     elif chosen and chosen not in own:
+        if len(own) > 1 and chosen not in TASKS and ":" not in chosen:
+            raise ConfigError(
+                f"{chosen!r} is neither a task of {source} ({', '.join(own)}) nor a shipped one "
+                f"({', '.join(TASKS)})"
+            )
         overrides = [f"task={json.dumps(chosen)}", *overrides]
     recipe = load_recipe(recipe_file, overrides)
     known = {MIX, *(table["name"] for table in own.values())}
@@ -97,7 +104,7 @@ def find_subject(
     try:
         folder = model_folder(recipe)
     except DataError as error:
-        raise DataError(
+        raise ConfigError(
             f"{source} is no run (neither {source} nor {runs / source} is a run folder) "
             f"and no model: {error}"
         ) from error

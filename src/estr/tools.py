@@ -24,7 +24,7 @@ from typing import Any, Literal
 import msgspec
 
 from .errors import ConfigError, EnvError
-from .functions import CallTimeout, call_limited
+from .functions import CallTimeout, call_limited, told
 
 CutSide = Literal["left", "right", "middle"]
 
@@ -184,7 +184,7 @@ class Toolbox:
         except (ValueError, ArithmeticError, LookupError) as error:
             return self._shown(f"error: {type(error).__name__}: {error}")
         except Exception as error:
-            raise EnvError(f"tool {call.name}: {type(error).__name__}: {error}") from error
+            raise EnvError(f"tool {call.name}: {told(error)}") from error
         return self._shown(result if isinstance(result, str) else _as_json(result, call.name))
 
     def _read(self, call: Call) -> tuple[dict[str, Any] | None, str | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import ConfigError
 from .options import run_folder, runs_option
 
 if TYPE_CHECKING:
@@ -48,6 +50,10 @@ def ledger(run: str, query: str | None, rows: int, as_json: bool, runs: Path) ->
         click.echo(_overview(opened))
         return
     shipped = shipped_queries()
+    if query not in shipped and len(query.split()) == 1:
+        near = difflib.get_close_matches(query, shipped, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(shipped)}"
+        raise ConfigError(f"{query!r} is neither SQL nor a shipped query; {remedy}")
     answer = opened.query(shipped[query].sql if query in shipped else query)
     if as_json:
         for row in answer.rows:

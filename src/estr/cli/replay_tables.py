@@ -80,6 +80,13 @@ def print_gradients(found: Gradients) -> None:
         label = Text(printable(gradient.label))
         table.add_row(letter, label, f"{gradient.loss:+.6g}", f"{gradient.norm:.6g}")
     console.print(table)
+    if found.largest_lag == 0:
+        _say(
+            console,
+            "all tokens of this step are of the weights that are trained (lag 0), so corrections "
+            "hardly differ; a run with checkpoint.every_steps and a larger checkpoint.keep has the "
+            "weights of later steps, which --step names",
+        )
     if found.recorded_loss is not None and found.recorded_norm is not None:
         _say(
             console,
@@ -192,6 +199,7 @@ def _print_examples(
 ) -> None:
     """What the run and a correction judge differently, the largest change of the gradient first."""
     letter = _letters(found.labels)[found.labels.index(label)]
+    left, right = ("", "") if console.is_terminal else "«»"
     _say(console, f"judged differently by A and {letter} ({label})", "bold")
     for example in examples:
         _say(
@@ -205,7 +213,7 @@ def _print_examples(
             Text.assemble(
                 "    ",
                 printable(decode(list(example.before))),
-                (printable(decode([example.token_id])), "bold reverse"),
+                (f"{left}{printable(decode([example.token_id]))}{right}", "bold reverse"),
                 printable(decode(list(example.after))),
             )
         )

@@ -78,7 +78,7 @@ def _read(table: Mapping[str, Any]) -> tuple[Any, Any]:
     if not isinstance(name, str):
         raise ConfigError(f'the task table {dict(table)} has no name; say name = "calculator"')
     cls = _task_class(name)
-    return cls, read_options(cls.Options, options, f"task ({name})")
+    return cls, read_options(cls.Options, options, "task", of=name)
 
 
 def check_split(split: str) -> None:

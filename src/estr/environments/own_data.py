@@ -129,6 +129,7 @@ class DataTask:
         self._toolbox = _toolbox(options)
         self._refuse_shown_answer()
         self._problems = self._read()
+        self._refuse_absent_answers()
 
     def size(self, split: str) -> int | None:
         check_split(split)
@@ -245,6 +246,18 @@ class DataTask:
         if self._toolbox is not None:
             system = "\n\n".join(part for part in (system, self._toolbox.instructions()) if part)
         return [{"role": "system", "content": system}, *messages] if system else messages
+
+    def _refuse_absent_answers(self) -> None:
+        """A function that asks for answers would be given None for every reply."""
+        options = self.options
+        problems = [*self._problems["train"], *self._problems["test"]]
+        wanted = self._reward is not None and self._reward.requires("answer")
+        if wanted and all(problem.answer is None for problem in problems):
+            raise ConfigError(
+                f"task.reward = {options.reward!r} asks for the answer, but no record of "
+                f"{options.path} has the field {options.answer!r}; name the right field as "
+                'task.answer, or ask for the whole "record"'
+            )
 
     def _refuse_shown_answer(self) -> None:
         for key in ("prompt", "system"):

@@ -91,6 +91,7 @@ def replay_gradients(
         weights=START if weights is None else str(weights),
         tokens=cut.num_tokens,
         max_difference=difference,
+        largest_lag=record.target_version - int(cut.recorded("versions").min()),
         gradients=tuple(
             Gradient(label, loss, math.sqrt(max(0.0, products[i][i])))
             for i, ((label, _), loss) in enumerate(zip(named, losses, strict=True))

@@ -164,7 +164,8 @@ class Gradient:
 class Gradients:
     """Losses and gradients of the corrections on one logged step, under the weights that its loss
     was taken at. cosine: between whole gradients. max_difference: largest |re-scored - logged|
-    policy log-prob. recorded_*: what the run wrote down for its own correction, where it did."""
+    policy log-prob. largest_lag: of the step's trained tokens; at 0 corrections hardly differ.
+    recorded_*: what the run wrote down for its own correction, where it did."""
 
     run: str
     step: int
@@ -172,6 +173,7 @@ class Gradients:
     weights: str
     tokens: int
     max_difference: float
+    largest_lag: int
     gradients: tuple[Gradient, ...]
     cosine: tuple[tuple[float | None, ...], ...]
     recorded_loss: float | None = None
