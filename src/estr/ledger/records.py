@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 
 from ..errors import DataError
 from ..types import COLUMNS, Consumption, RolloutId, SamplingSettings, Segment, Trajectory, Turn
-from .parts import part_path
-from .schema import CONSUMED, SCHEMAS, StepRecord
+from .parts import TORN, part_path, read_part
+from .schema import CONSUMED, SCHEMAS, StepRecord, logged_entries
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -29,19 +29,25 @@ def read_step(run_folder: str | Path, step: int) -> StepRecord:
     """The step as it was written. Segments that hold no token and are the last ones of their
     trajectory are not in the rows, so they are absent; all else is as it was.
 
-    Raises DataError naming the part where one is absent or torn.
+    Raises DataError naming the part where one is absent or torn, and the step where it holds what
+    cannot have been written.
     """
-    tables = {}
-    for name in SCHEMAS:
-        path = part_path(Path(run_folder), name, step)
-        try:
-            tables[name] = pq.ParquetFile(path).read(use_threads=False)
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"ledger part {path} is absent or torn: {error}") from error
+    tables = {name: read_part(part_path(Path(run_folder), name, step)) for name in SCHEMAS}
     rows = tables["trajectories"].to_pylist()
     if not rows:
         raise DataError(f"step {step} of the ledger of {run_folder} holds no trajectory")
-    columns, known = _arrays(tables["tokens"])
+    try:
+        return _record(step, rows, tables["tokens"])
+    except (DataError, ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        raise DataError(
+            f"step {step} of the ledger of {run_folder} holds what no run writes: {error}; move "
+            "its parts away to leave it out"
+        ) from error
+
+
+def _record(step: int, rows: Sequence[Mapping[str, Any]], tokens: pa.Table) -> StepRecord:
+    columns, known = _arrays(tokens)
+    _check(step, rows, columns, known)
     totals = np.bincount(columns["trajectory"], minlength=len(rows)).tolist()
     spans = [slice(a, b) for a, b in pairwise(accumulate(totals, initial=0))]
     absent = {n for n in ("proximal_logprobs", "ref_logprobs") if not known[n].any()}
@@ -54,6 +60,29 @@ def read_step(run_folder: str | Path, step: int) -> StepRecord:
         rows[0]["correction"],
         rows[0]["aggregation"],
     )
+
+
+def _check(step: int, rows: Sequence[Mapping[str, Any]], columns: Arrays, known: Arrays) -> None:
+    """Raises DataError on what would be taken for something else later, or ask for all memory."""
+    logged_entries(rows[0]["correction"])
+    if rows[0]["aggregation"] not in ("batch", "group"):
+        raise DataError(
+            f"the aggregation {rows[0]['aggregation']!r:.80} is neither batch nor group"
+        )
+    for name in ("trajectory", "segment", "token_ids", "sampled"):
+        if not known[name].all():
+            raise DataError(f"a token without {name}")
+    number, count = columns["trajectory"], len(columns["trajectory"])
+    if count and not (number[0] >= 0 and number[-1] < len(rows) and (np.diff(number) >= 0).all()):
+        raise DataError(f"tokens out of the order of their {len(rows)} trajectories")
+    if count and not 0 <= columns["segment"].min() <= columns["segment"].max() < count:
+        raise DataError(f"a segment beyond those of {count} tokens")
+    lags = rows[0]["target_version"] - columns["versions"][columns["sampled"]].astype(np.int64)
+    if len(lags) and not 0 <= lags.min() <= lags.max() <= step:
+        raise DataError(
+            f"tokens of a version between {lags.min()} and {lags.max()} versions before the "
+            f"{rows[0]['target_version']} that it trained"
+        )
 
 
 def _arrays(tokens: pa.Table) -> tuple[Arrays, Arrays]:
@@ -117,10 +146,17 @@ def _consumption(
 
 
 def target_versions(run_folder: str | Path, steps: Sequence[int]) -> dict[int, int]:
-    """The version that the loss of each of these steps was taken at."""
+    """The version that the loss of each of these steps was taken at. Raises DataError naming the
+    part that does not say it."""
     found = {}
     for step in steps:
         path = part_path(Path(run_folder), "trajectories", step)
-        column = pq.ParquetFile(path).read(columns=["target_version"], use_threads=False)
-        found[step] = column["target_version"][0].as_py()
+        try:
+            column = pq.ParquetFile(path).read(columns=["target_version"], use_threads=False)
+            found[step] = int(column["target_version"][0].as_py())
+        except (*TORN, KeyError, IndexError, TypeError) as error:
+            raise DataError(
+                f"ledger part {path} does not say at which version its loss was taken: {error}; "
+                "move it away to leave the step out"
+            ) from error
     return found
