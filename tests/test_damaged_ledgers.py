@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 from collections.abc import Callable
@@ -11,12 +12,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from click.testing import CliRunner
 
+from estr.cli import cli
+from estr.config import load_recipe
 from estr.errors import DataError
 from estr.ledger import find_parts, open_ledger, read_step, target_versions
 from estr.ledger.schema import SCHEMA_VERSION, logged_entries
 from estr.replay import replay_corrections
 from estr.report import Budget, build_report
+from estr.schedule import LOOP_FILE, EventLog
 from report_cases import make_run
 
 BUDGET = Budget(trajectories=20, tokens=1000)
@@ -154,3 +159,29 @@ def test_a_part_that_went_meanwhile_is_named(tmp_path: Path, damage: Callable[[P
 def test_what_is_no_list_of_corrections_is_named(text: str | None) -> None:
     with pytest.raises(DataError, match="not a list of corrections"):
         logged_entries(text)
+
+
+@pytest.mark.parametrize(("sql", "number"), [("", 0), (" ;", 0), ("select 1; select 2", 2)])
+def test_a_query_is_one_statement(tmp_path: Path, sql: str, number: int) -> None:
+    run = make_run(tmp_path, "run", steps=1)
+    with pytest.raises(DataError, match=f"a query is one statement, not {number}"):
+        open_ledger(run).query(sql)
+
+
+def test_a_word_that_is_no_shipped_query_is_named(tmp_path: Path) -> None:
+    run = make_run(tmp_path, "run", steps=1)
+    told = CliRunner().invoke(cli, ["ledger", str(run), "mask-rat"])
+    assert told.exit_code == 2
+    assert "no shipped query mask-rat" in told.stderr
+    assert "mask-rate" in told.stderr
+
+
+def test_a_run_is_read_under_its_own_recipe(tmp_path: Path) -> None:
+    """Not under the defaults that an emptied config.toml would stand for."""
+    run = make_run(tmp_path, "run", "max_staleness=3", steps=1)
+    log = EventLog(run / LOOP_FILE)
+    log.write("recipe", **dataclasses.asdict(load_recipe(run / "config.toml")))
+    log.close()
+    (run / "config.toml").write_text("")
+    (seen,) = build_report([run], BUDGET).runs
+    assert (seen.max_staleness, seen.steps_planned) == (3, 1)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from ..errors import ConfigError
 from .options import run_folder, runs_option
 
 if TYPE_CHECKING:
@@ -48,6 +50,11 @@ def ledger(run: str, query: str | None, rows: int, as_json: bool, runs: Path) ->
         click.echo(_overview(opened))
         return
     shipped = shipped_queries()
+    if query not in shipped and re.fullmatch(r"[\w-]+", query):
+        raise ConfigError(
+            f"there is no shipped query {query}, and a word is no SQL; shipped: "
+            f"{', '.join(shipped)}"
+        )
     answer = opened.query(shipped[query].sql if query in shipped else query)
     if as_json:
         for row in answer.rows:
@@ -92,7 +99,7 @@ def _shown(cell: Any) -> str:
 
     if cell is None:
         return "-"
-    text = f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell))
+    text = f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell)[: _WIDEST + 1])
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 

@@ -47,6 +47,9 @@ class Ledger:
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> Answer:
         """Run one statement. Raises DataError with DuckDB's own words where it is wrong."""
         with self.asked():
+            number = len(self.connection.extract_statements(sql))
+            if number != 1:
+                raise DataError(f"a query is one statement, not {number}: {sql!r:.80}")
             found = self.connection.execute(sql, list(parameters))
             names = [column[0] for column in found.description or ()]
             return Answer(names, found.fetchall())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config import Recipe, correction_entries, load_recipe
+from ..config import Recipe, correction_entries
 from ..corrections import Correction, build_correction
 from ..errors import DataError, EstrError, NumericsError
 from ..ledger import find_parts, read_step
@@ -47,7 +47,7 @@ def replay_corrections(
     no such step, or not what a correction needs in it, NumericsError on impossible values.
     """
     run = RunFolder.open(run_folder)
-    recipe = load_recipe(run.path / "config.toml")
+    recipe = run.recipe()
     every = corrections is None
     candidates = build_candidates(CORRECTION_OPTIONS if corrections is None else corrections)
     parts = find_parts(run.path)

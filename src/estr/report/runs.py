@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import Recipe, load_recipe
+from ..config import Recipe
 from ..errors import DataError
 from ..ledger import open_ledger
 from ..ledger.schema import described
@@ -107,7 +107,7 @@ def build_report(folders: Sequence[str | Path], budget: Budget) -> Report:
 
 def _source(name: str, path: str | Path) -> _Source:
     folder = RunFolder.open(path)
-    recipe = load_recipe(folder.path / "config.toml")
+    recipe = folder.recipe()
     file = folder.path / "metrics.jsonl"
     if not file.is_file():
         return _Source(name, folder, recipe, [], ["It has no metrics.jsonl."])
