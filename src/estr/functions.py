@@ -19,7 +19,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,13 +90,27 @@ async def call_limited(
     try:
         async with call:
             if inspect.iscoroutinefunction(function):
-                return await function(*args, **named)
+                return await _awaited(function(*args, **named))
             result = await _in_thread(function, args, named)
-            return await result if inspect.isawaitable(result) else result
+            return await _awaited(result) if inspect.isawaitable(result) else result
     except TimeoutError as error:
         if not call.expired():  # the function's own
             raise
         raise CallTimeout(f"no answer within {timeout_s:g} s") from error
+
+
+async def _awaited(made: Awaitable[Any]) -> Any:
+    """What it comes to. Some of what it may raise would end the loop, or pass for the caller's own
+    cancellation."""
+    try:
+        return await made
+    except SystemExit as error:
+        raise RuntimeError(f"SystemExit: {error}") from error
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise RuntimeError("CancelledError, although nobody cancelled it") from error
 
 
 async def _in_thread(

@@ -22,7 +22,8 @@ from .errors import ConfigError, DataError
 Record = Mapping[str, Any]
 
 _NAME = re.compile(r"{{([A-Za-z_][\w.]*)}}|{([A-Za-z_][\w.]*)}")
-_ROWS = re.compile(r"\[?\s*(-?\d+)?\s*:\s*(-?\d+)?\s*\]?")
+_ROWS = re.compile(r"\[?\s*(-?\d{1,18})?\s*:\s*(-?\d{1,18})?\s*\]?")
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -33,17 +34,21 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """
     try:
         text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise DataError(f"cannot read {path.absolute()}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8: {error}") from error
+    except OSError as error:
+        raise DataError(f"cannot read {path.absolute()}: {error.strerror}") from error
+    except ValueError as error:  # a name that no file can have
+        raise DataError(f"cannot read {str(path)!r}: {error}") from error
     records = []
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), start=1):
         if not line.strip():
             continue
         try:
             record = json.loads(line)
-        except ValueError as error:
+            if _HALF.search(line):
+                require_whole_text(record)
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}:{number} is not JSON: {error}; one object a line") from error
         if not isinstance(record, dict):
             raise DataError(f"{path}:{number} is not an object with named fields: {line:.80}")
@@ -51,6 +56,17 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not records:
         raise DataError(f"{path} holds no record")
     return records
+
+
+def require_whole_text(record: Any) -> None:
+    """Raises ValueError where JSON data hold half a character ("\\ud800" alone), which no tokenizer
+    reads."""
+    try:
+        json.dumps(record, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"{error.object[error.start]!r} is half a character; correct or drop the line"
+        ) from None
 
 
 def choose_rows(records: list[dict[str, Any]], rows: str) -> list[dict[str, Any]]:

@@ -76,10 +76,17 @@ class Reward:
 
     async def __call__(self, attempt: Attempt) -> Reply:
         """The graded end of a rollout. Raises GraderError."""
-        if self._takes_many:
-            return to_reply(await self._among_many(attempt), self._name)
-        given = {name: getattr(attempt, name) for name in self._asked}
-        return to_reply(await self._call(given), self._name)
+        try:
+            if self._takes_many:
+                return to_reply(await self._among_many(attempt), self._name)
+            given = {name: getattr(attempt, name) for name in self._asked}
+            return to_reply(await self._call(given), self._name)
+        except GraderError:
+            raise
+        except Exception as error:  # what it gave or raised cannot even be shown
+            raise GraderError(
+                f"{self._name} gave or raised what cannot be read: {type(error).__name__}"
+            ) from error
 
     async def _call(self, given: Mapping[str, Any]) -> Any:
         try:
@@ -118,12 +125,12 @@ class Reward:
         answers: list[Any]
         try:
             answers = _as_many(await self._call(given), len(batch), self._name)
-        except GraderError as error:
+        except Exception as error:  # noqa: BLE001 - or those who wait would do so for ever
             answers = [error] * len(batch)
         for (_, future), answer in zip(batch, answers, strict=True):
             if future.done():  # its rollout was given up meanwhile
                 continue
-            if isinstance(answer, GraderError):
+            if isinstance(answer, Exception):
                 future.set_exception(answer)
             else:
                 future.set_result(answer)
@@ -146,9 +153,14 @@ def to_reply(value: Any, name: str) -> Reply:
 
 
 def _finite(value: Any, name: str) -> float:
-    if not isinstance(value, numbers.Real) or not math.isfinite(value):
-        raise GraderError(f"{name} gave {value!r:.80}, which is not a finite number")
-    return float(value)
+    # A NumPy bool, and an array or a tensor without dimensions, are numbers to whoever gave them.
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    try:
+        if isinstance(number, numbers.Real) and math.isfinite(number):
+            return float(number)
+    except OverflowError:  # an integer beyond all floats
+        pass
+    raise GraderError(f"{name} gave {value!r:.80}, which is not a finite number")
 
 
 def _as_many(answers: Any, count: int, name: str) -> list[Any]:

@@ -200,7 +200,9 @@ class Toolbox:
         return {name: getattr(read, name) for name in tool.arguments.__struct_fields__}, None
 
     def _shown(self, text: str) -> str:
-        return cut_text(text, self._max_chars, self._cut)
+        # A model may write half a character as \ud800, which tokenizers refuse.
+        whole = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return cut_text(whole, self._max_chars, self._cut)
 
 
 def cut_text(text: str, limit: int, side: CutSide, mark: str = _CUT_MARK) -> str:
@@ -218,9 +220,10 @@ def cut_text(text: str, limit: int, side: CutSide, mark: str = _CUT_MARK) -> str
 def _as_json(result: Any, name: str) -> str:
     try:
         return json.dumps(result, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RecursionError) as error:
         raise EnvError(
-            f"tool {name} returned {result!r:.80}, which is neither text nor JSON: {error}"
+            f"tool {name} returned a {type(result).__name__}, which is neither text nor JSON: "
+            f"{error}"
         ) from error
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,10 +51,10 @@ def ledger(run: str, query: str | None, rows: int, as_json: bool, runs: Path) ->
         click.echo(_overview(opened))
         return
     shipped = shipped_queries()
-    if query not in shipped and len(query.split()) == 1:
+    if query not in shipped and re.fullmatch(r"[\w-]+", query):
         near = difflib.get_close_matches(query, shipped, n=1)
-        remedy = f"did you mean {near[0]}?" if near else f"known: {', '.join(shipped)}"
-        raise ConfigError(f"{query!r} is neither SQL nor a shipped query; {remedy}")
+        remedy = f"did you mean {near[0]}?" if near else f"shipped: {', '.join(shipped)}"
+        raise ConfigError(f"there is no shipped query {query}, and a word is no SQL; {remedy}")
     answer = opened.query(shipped[query].sql if query in shipped else query)
     if as_json:
         for row in answer.rows:
@@ -98,7 +99,7 @@ def _shown(cell: Any) -> str:
 
     if cell is None:
         return "-"
-    text = f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell))
+    text = f"{cell:.6g}" if isinstance(cell, float) else printable(str(cell)[: _WIDEST + 1])
     return text if len(text) <= _WIDEST else f"{text[: _WIDEST - 1]}…"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -76,6 +77,10 @@ class MathOptions:
     """Of the order of training problems."""
 
     def __post_init__(self) -> None:
+        require(
+            math.isfinite(self.unfinished_outcome),
+            f"unfinished_outcome must be finite, not {self.unfinished_outcome}",
+        )
         require_positive("timeout_s", self.timeout_s)
         require(self.timeout_s <= 30, f"timeout_s must be at most 30, not {self.timeout_s}")
         require(

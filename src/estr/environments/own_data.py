@@ -13,7 +13,8 @@ the grader when the task is built, so that nothing of it can fail later.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -92,6 +93,10 @@ class DataOptions:
 
     def __post_init__(self) -> None:
         require(bool(self.path), "path must name a JSONL file")
+        require(
+            math.isfinite(self.unfinished_outcome),
+            f"unfinished_outcome must be finite, not {self.unfinished_outcome}",
+        )
         require(0 < self.test_share < 1, f"test_share must be in (0, 1), not {self.test_share}")
         require_positive("reward_timeout_s", self.reward_timeout_s)
         require_positive("tool_timeout_s", self.tool_timeout_s)
@@ -231,7 +236,9 @@ class DataTask:
         names = list(names_in(options.prompt))
         if len(names) == 1 and options.prompt.strip() == f"{{{names[0]}}}":
             value = field(record, names[0])
-            filled = value if _is_messages(value) else filled
+            if _is_messages(value):
+                filled = value
+                _check_messages(value)
         if options.style == "text":
             if not isinstance(filled, str):
                 raise DataError('the prompt is chat messages; say task.style = "chat"')
@@ -315,6 +322,14 @@ def _hold_out(
     train = [p for p, key in zip(problems, keys, strict=True) if key not in held_out]
     test = [p for p, key in zip(problems, keys, strict=True) if key in held_out]
     return train, test
+
+
+def _check_messages(messages: Sequence[Mapping[str, Any]]) -> None:
+    """Raises DataError on what no chat template renders as it is meant."""
+    for number, message in enumerate(messages, start=1):
+        for key in ("role", "content"):
+            if not isinstance(message[key], str):
+                raise DataError(f"{key} of message {number} is {message[key]!r:.60}, not text")
 
 
 def _is_messages(value: Any) -> bool:

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import ConfigError, DataError
+from ..records import require_whole_text
 
 K1, B = 0.9, 0.4
 """As in the BM25 baseline of BrowseComp-Plus (pyserini's defaults)."""
@@ -150,7 +151,9 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 def _record(line: bytes, place: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except ValueError as error:
+        if b"\\u" in line:
+            require_whole_text(record)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{place}: not JSON: {error}") from error
     if not isinstance(record, dict):
         raise DataError(f"{place}: not an object")

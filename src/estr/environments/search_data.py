@@ -10,7 +10,7 @@ of this form; its queries are encrypted, and decrypted in memory only.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,10 +76,26 @@ def _query(record: Mapping[str, Any], evidence: Mapping[str, Any], path: Path) -
     text, answer = record.get("query"), record.get("answer")
     if not (query_id and isinstance(text, str) and text and isinstance(answer, str)):
         raise DataError(f"{path}: a query has query_id, query and answer as text: {query_id!r}")
-    golds = (answer, *map(str, record.get("answer_aliases") or ()))
+    place = f"{path}: query {query_id}"
+    golds = (answer, *map(str, _listed(record, "answer_aliases", (str, int, float), place)))
     if not normalized(answer):
         raise DataError(f"{path}: query {query_id} has an empty answer; correct or drop it")
-    named = record.get("gold_docids") or [
-        entry.get("docid") for entry in record.get("evidence_docs") or record.get("gold_docs") or ()
+    documents = _listed(record, "evidence_docs", (dict,), place) or _listed(
+        record, "gold_docs", (dict,), place
+    )
+    named = _listed(record, "gold_docids", (str, int), place) or [
+        document.get("docid") for document in documents
     ]
     return Query(query_id, text, golds, evidence.get(query_id, frozenset(map(str, named))))
+
+
+def _listed(
+    record: Mapping[str, Any], key: str, kinds: tuple[type, ...], place: str
+) -> Sequence[Any]:
+    """A field that may be absent. Raises DataError where it is no list of these kinds: the letters
+    of a single text would be taken for its entries."""
+    value = record.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(entry, kinds) for entry in value):
+        said = " or ".join(kind.__name__ for kind in kinds)
+        raise DataError(f"{place}: {key} must be a list of {said}, not {value!r:.60}")
+    return value

@@ -34,6 +34,9 @@ from .schema import (
 
 _VERSION_KEY = b"estr.schema_version"
 
+TORN = (OSError, ValueError, pa.ArrowException)
+"""What reading a part raises that is absent, cut short or changed."""
+
 # Chosen by measurement. Log-probs, entropies and token ids are noise in their low bytes, so bytes
 # of one rank stand together; the other numbers repeat or rise by one. The few rows of trajectories
 # have many columns, most of them constant: a zstd context for each costs more than it saves, and
@@ -115,14 +118,40 @@ def write_tables(run_folder: Path, part: Part, tables: Mapping[str, pa.Table]) -
 def _bytes(name: str, table: pa.Table) -> pa.Buffer:
     """The bytes of a part: made in memory, since a part is small and a file would be slower."""
     stream = pa.BufferOutputStream()
-    pq.write_table(
-        table.replace_schema_metadata({_VERSION_KEY: str(SCHEMA_VERSION)}),
+    with pq.ParquetWriter(
         stream,
+        table.schema,
         write_statistics=["step"],
-        store_schema=False,
+        store_schema=False,  # which leaves out the metadata of the schema, too
+        write_page_checksum=True,
         **_FORMATS[name],
-    )
+    ) as writer:
+        writer.add_key_value_metadata({_VERSION_KEY: str(SCHEMA_VERSION)})
+        writer.write_table(table)
     return stream.getvalue()
+
+
+def read_part(path: Path) -> pa.Table:
+    """A part whole, its checksums looked at. Raises DataError where it is absent or torn."""
+    try:
+        return pq.ParquetFile(path, page_checksum_verification=True).read(use_threads=False)
+    except TORN as error:
+        raise DataError(
+            f"ledger part {path} is absent or torn: {error}; move it away to leave out what it "
+            "holds"
+        ) from error
+
+
+def damaged_parts(run_folder: str | Path) -> list[str]:
+    """A line on each part whose content cannot be read: looks at every byte, where `find_parts`
+    looks at the ends of files only."""
+    lines = []
+    for _, path in sorted(_parts(Path(run_folder) / "ledger")):
+        try:
+            read_part(path)
+        except DataError as error:
+            lines.append(str(error))
+    return lines
 
 
 def sync(paths: Iterable[Path]) -> None:
@@ -161,7 +190,7 @@ def find_parts(run_folder: str | Path) -> Parts:
     for part in sorted({part for part, _ in _parts(folder)}):
         try:
             found = [_version(part_path(Path(run_folder), table, *part)) for table in SCHEMAS]
-        except (OSError, pa.ArrowInvalid) as error:
+        except TORN as error:
             torn.append(f"{part.named} of {folder}: torn and left out: {error}")
             continue
         if whole and part.first <= whole[-1].last:
@@ -204,7 +233,7 @@ def missing_parts(run_folder: str | Path, names: Iterable[str]) -> list[str]:
         path = Path(run_folder) / "ledger" / name
         try:
             _version(path)
-        except (OSError, pa.ArrowInvalid) as error:
+        except TORN as error:
             lines.append(f"ledger part {name} is absent or torn: {error}")
     return lines
 

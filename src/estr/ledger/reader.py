@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.resources import files
 from itertools import pairwise
@@ -19,8 +19,8 @@ from ..corrections.surrogates import MAX_LOG_RATIO, ClippedSurrogate
 from ..diagnostics import ENTROPY_EDGES
 from ..errors import DataError, EstrError
 from ..losses import default_surrogate
-from .parts import find_parts, part_path
-from .schema import SCHEMAS
+from .parts import damaged_parts, find_parts, part_path
+from .schema import SCHEMAS, logged_entries
 
 if TYPE_CHECKING:
     import duckdb
@@ -38,21 +38,35 @@ class Answer(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Ledger:
     """An opened ledger. torn: a line on what was left out. connection: DuckDB's, in
-    memory, for whatever `query` does not do."""
+    memory, for whatever `query` does not do; `asked` turns its errors into ours."""
 
     connection: duckdb.DuckDBPyConnection
     torn: list[str]
+    run_folder: Path
 
     def query(self, sql: str, parameters: Sequence[Any] = ()) -> Answer:
         """Run one statement. Raises DataError with DuckDB's own words where it is wrong."""
-        import duckdb
-
-        try:
+        with self.asked():
+            number = len(self.connection.extract_statements(sql))
+            if number != 1:
+                raise DataError(f"a query is one statement, not {number}: {sql!r:.80}")
             found = self.connection.execute(sql, list(parameters))
             names = [column[0] for column in found.description or ()]
             return Answer(names, found.fetchall())
-        except duckdb.Error as error:
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """A block that asks DuckDB. Raises DataError in place of its errors, naming the parts that
+        are damaged where that may be the reason."""
+        import duckdb
+
+        try:
+            yield
+        except duckdb.ProgrammingError as error:  # the statement is wrong
             raise DataError(f"the query failed: {error}") from error
+        except duckdb.Error as error:
+            lines = "".join(f"\n  {line}" for line in damaged_parts(self.run_folder))
+            raise DataError(f"the query failed: {error}{lines}") from error
 
     def tables(self) -> dict[str, list[str]]:
         """The columns of every table and view."""
@@ -84,10 +98,12 @@ def open_ledger(run_folder: str | Path, *, threads: int | None = None) -> Ledger
     for table in SCHEMAS:
         paths = [part_path(Path(run_folder), table, *part) for part in parts.whole]
         _create_view(connection, table, paths, older=parts.older)
-    connection.execute(_macros())
-    _create_settings(connection)
-    connection.execute(files(__package__).joinpath("views.sql").read_text("utf-8"))
-    return Ledger(connection, parts.torn)
+    opened = Ledger(connection, parts.torn, Path(run_folder))
+    with opened.asked():
+        connection.execute(_macros())
+        _create_settings(connection)
+        connection.execute(files(__package__).joinpath("views.sql").read_text("utf-8"))
+    return opened
 
 
 def _create_view(
@@ -140,7 +156,14 @@ def _create_settings(connection: duckdb.DuckDBPyConnection) -> None:
         "select distinct step, target_version, version, aggregation, correction "
         "from trajectories order by step"
     ).fetchall()
-    followed = {text: _followed(text) for text in {row[-1] for row in steps}}
+    followed: dict[str, Any] = {}
+    for step, *_, text in steps:
+        try:
+            followed.setdefault(text, _followed(text))
+        except DataError as error:
+            raise DataError(
+                f"step {step} of the ledger: {error}; move its parts away to leave it out"
+            ) from error
     connection.executemany(
         "insert into settings values (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         [[*row, *followed[row[-1]]] for row in steps],
@@ -150,8 +173,8 @@ def _create_settings(connection: duckdb.DuckDBPyConnection) -> None:
 def _followed(text: str) -> tuple[float, str | None, str | None, float | None, float | None]:
     """(eps, weight_edge, surrogate_edge, clip_low, clip_high) of a step's corrections, asked of
     themselves; None where SQL cannot follow them."""
-    entries = json.loads(text)
-    eps = next((e["eps"] for e in entries if e["name"] == "estr"), _DEFAULT_EPS)
+    entries = logged_entries(text)
+    eps = next((e.get("eps", _DEFAULT_EPS) for e in entries if e["name"] == "estr"), _DEFAULT_EPS)
     one, place = torch.full((1,), -0.5), torch.zeros(1, dtype=torch.int64)
     columns = TokenColumns(one, one, -one, one < 0, one, -one, -one, place, place, place)
     try:

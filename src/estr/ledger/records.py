@@ -7,7 +7,7 @@ A part of an older schema lacks columns; what they would hold was not computed.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,8 @@ import pyarrow.parquet as pq
 
 from ..errors import DataError
 from ..types import COLUMNS, Consumption, RolloutId, SamplingSettings, Segment, Trajectory, Turn
-from .parts import find_part, find_parts, part_path
-from .schema import CONSUMED, SCHEMAS, StepRecord
+from .parts import TORN, find_part, find_parts, part_path, read_part
+from .schema import CONSUMED, SCHEMAS, StepRecord, logged_entries
 
 Arrays = Mapping[str, npt.NDArray[Any]]
 
@@ -29,20 +29,29 @@ def read_step(run_folder: str | Path, step: int) -> StepRecord:
     """The step as it was written. Segments that hold no token and are the last ones of their
     trajectory are not in the rows, so they are absent; all else is as it was.
 
-    Raises DataError naming the part where one is absent or torn.
+    Raises DataError naming the part where one is absent or torn, and the step where it holds what
+    cannot have been written.
     """
-    tables = {}
     part = find_part(run_folder, step)
-    for name in SCHEMAS:
-        path = part_path(Path(run_folder), name, *part)
-        try:
-            tables[name] = _rows_of(step, pq.ParquetFile(path).read(use_threads=False))
-        except (OSError, pa.ArrowInvalid) as error:
-            raise DataError(f"ledger part {path} is absent or torn: {error}") from error
+    tables = {
+        name: _rows_of(step, read_part(part_path(Path(run_folder), name, *part)))
+        for name in SCHEMAS
+    }
     rows = tables["trajectories"].to_pylist()
     if not rows:
         raise DataError(f"step {step} of the ledger of {run_folder} holds no trajectory")
-    columns, known = _arrays(tables["tokens"])
+    try:
+        return _record(step, rows, tables["tokens"])
+    except (DataError, ValueError, TypeError, KeyError, IndexError, OverflowError) as error:
+        raise DataError(
+            f"step {step} of the ledger of {run_folder} holds what no run writes: {error}; move "
+            "its parts away to leave it out"
+        ) from error
+
+
+def _record(step: int, rows: Sequence[Mapping[str, Any]], tokens: pa.Table) -> StepRecord:
+    columns, known = _arrays(tokens)
+    _check(step, rows, columns, known)
     totals = np.bincount(columns["trajectory"], minlength=len(rows)).tolist()
     spans = [slice(a, b) for a, b in pairwise(accumulate(totals, initial=0))]
     absent = {n for n in ("proximal_logprobs", "ref_logprobs") if not known[n].any()}
@@ -61,6 +70,29 @@ def _rows_of(step: int, table: pa.Table) -> pa.Table:
     """Those of a part's rows, which are in the order of the steps, that are of this one."""
     first, last = np.searchsorted(table["step"].to_numpy(), [step, step + 1]).tolist()
     return table.slice(first, last - first)
+
+
+def _check(step: int, rows: Sequence[Mapping[str, Any]], columns: Arrays, known: Arrays) -> None:
+    """Raises DataError on what would be taken for something else later, or ask for all memory."""
+    logged_entries(rows[0]["correction"])
+    if rows[0]["aggregation"] not in ("batch", "group"):
+        raise DataError(
+            f"the aggregation {rows[0]['aggregation']!r:.80} is neither batch nor group"
+        )
+    for name in ("trajectory", "segment", "token_ids", "sampled"):
+        if not known[name].all():
+            raise DataError(f"a token without {name}")
+    number, count = columns["trajectory"], len(columns["trajectory"])
+    if count and not (number[0] >= 0 and number[-1] < len(rows) and (np.diff(number) >= 0).all()):
+        raise DataError(f"tokens out of the order of their {len(rows)} trajectories")
+    if count and not 0 <= columns["segment"].min() <= columns["segment"].max() < count:
+        raise DataError(f"a segment beyond those of {count} tokens")
+    lags = rows[0]["target_version"] - columns["versions"][columns["sampled"]].astype(np.int64)
+    if len(lags) and not 0 <= lags.min() <= lags.max() <= step:
+        raise DataError(
+            f"tokens of a version between {lags.min()} and {lags.max()} versions before the "
+            f"{rows[0]['target_version']} that it trained"
+        )
 
 
 def _arrays(tokens: pa.Table) -> tuple[Arrays, Arrays]:
@@ -124,10 +156,18 @@ def _consumption(
 
 
 def target_versions(run_folder: str | Path) -> dict[int, int]:
-    """The version that the loss of each step of the ledger was taken at, ascending by step."""
+    """The version that the loss of each step of the ledger was taken at, ascending by step. Raises
+    DataError naming the part that does not say it."""
     found: dict[int, int] = {}
     for part in find_parts(run_folder).whole:
         path = part_path(Path(run_folder), "trajectories", *part)
-        rows = pq.ParquetFile(path).read(columns=["step", "target_version"], use_threads=False)
-        found |= zip(rows["step"].to_pylist(), rows["target_version"].to_pylist(), strict=True)
+        try:
+            rows = pq.ParquetFile(path).read(columns=["step", "target_version"], use_threads=False)
+            steps, targets = (rows[name].to_pylist() for name in ("step", "target_version"))
+            found |= {int(step): int(target) for step, target in zip(steps, targets, strict=True)}
+        except (*TORN, KeyError, IndexError, TypeError) as error:
+            raise DataError(
+                f"ledger part {path} does not say at which version its loss was taken: {error}; "
+                "move it away to leave out what it holds"
+            ) from error
     return found

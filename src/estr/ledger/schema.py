@@ -23,6 +23,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from ..config import Table, correction_options
+from ..errors import DataError
 from ..types import COLUMNS, Consumption, Trajectory
 
 SCHEMA_VERSION = 1
@@ -119,6 +120,20 @@ def described(correction: Sequence[Table]) -> str:
         full = options if isinstance(options, dict) else asdict(options)
         entries.append({"name": entry["name"], **full})
     return json.dumps(entries)
+
+
+def logged_entries(text: str | None) -> list[Table]:
+    """The corrections of a step out of what `described` made of them. Raises DataError where it is
+    something else."""
+    try:
+        entries = json.loads(text or "")
+        named = isinstance(entries, list) and all(isinstance(e["name"], str) for e in entries)
+    except (ValueError, TypeError, KeyError):
+        named = False
+    if not named:
+        raise DataError(f"the correction {text!r:.80} is not a list of corrections as JSON")
+    found: list[Table] = entries
+    return found
 
 
 def trajectories_table(records: Sequence[StepRecord]) -> pa.Table:

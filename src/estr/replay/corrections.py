@@ -7,16 +7,15 @@ Goes through the ledger step by step and holds one step at a time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..config import Recipe, correction_entries, load_recipe
+from ..config import Recipe, correction_entries
 from ..corrections import Correction, build_correction
 from ..errors import DataError, EstrError, NumericsError
 from ..ledger import find_parts, read_step
-from ..ledger.schema import StepRecord
+from ..ledger.schema import StepRecord, logged_entries
 from ..options.corrections import CORRECTION_OPTIONS
 from ..run_folder import RunFolder
 from ..subject import torch_threads
@@ -48,7 +47,7 @@ def replay_corrections(
     no such step, or not what a correction needs in it, NumericsError on impossible values.
     """
     run = RunFolder.open(run_folder)
-    recipe = load_recipe(run.path / "config.toml")
+    recipe = run.recipe()
     every = corrections is None
     candidates = build_candidates(CORRECTION_OPTIONS if corrections is None else corrections)
     parts = find_parts(run.path)
@@ -110,7 +109,7 @@ class Judges:
     def own(self, record: StepRecord) -> Correction:
         """The correction that the step was taken with."""
         if record.correction not in self.descriptions:
-            entries = json.loads(record.correction)
+            entries = logged_entries(record.correction)
             self.descriptions[record.correction] = build_correction(entries)
         return self.descriptions[record.correction]
 

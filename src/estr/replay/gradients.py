@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..checkpoint import Checkpoints, restore_trainer, verify
-from ..config import Recipe, load_recipe
+from ..config import Recipe
 from ..errors import CheckpointError, DataError
 from ..ledger import read_step, target_versions
 from ..losses import policy_loss
@@ -60,7 +60,7 @@ def replay_gradients(
     scored again are not the logged ones; CheckpointError on a foreign checkpoint.
     """
     run = RunFolder.open(run_folder)
-    recipe = load_recipe(run.path / "config.toml")
+    recipe = run.recipe()
     candidates = build_candidates(corrections)
     step, version, weights = find_weights(run, step)
     record = read_step(run.path, step)

@@ -7,7 +7,6 @@ the others are drawn at random, all with the same chance.
 from __future__ import annotations
 
 import base64
-import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..ledger import Ledger
+from ..ledger.schema import logged_entries
 from .texts import TokenTexts
 
 COPIED_COLUMNS: dict[str, str] = {
@@ -181,7 +181,7 @@ def _rows(ledger: Ledger, most_tokens: int) -> tuple[list[TrajectoryRow], list[i
 
 def tau_of(correction: str) -> float | None:
     """What these corrections (JSON, as in the ledger) bound the score by; None: nothing."""
-    for entry in json.loads(correction):
+    for entry in logged_entries(correction):
         if entry["name"] == "estr" and entry.get("scale", "entropy") == "entropy":
             return float(entry["tau"])
     return None

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..config import Recipe, load_recipe
+from ..config import Recipe
 from ..errors import DataError
 from ..ledger import open_ledger
 from ..ledger.schema import described
@@ -106,7 +107,7 @@ def build_report(folders: Sequence[str | Path], budget: Budget) -> Report:
 
 def _source(name: str, path: str | Path) -> _Source:
     folder = RunFolder.open(path)
-    recipe = load_recipe(folder.path / "config.toml")
+    recipe = folder.recipe()
     file = folder.path / "metrics.jsonl"
     if not file.is_file():
         return _Source(name, folder, recipe, [], ["It has no metrics.jsonl."])
@@ -124,19 +125,10 @@ def _run(source: _Source, stride: int, recipe_number: int, budget: Budget) -> Ru
         notes.append(f"Unfinished: {steps_done} of {recipe.steps} steps.")
     facts = seen = None
     try:
-        ledger = open_ledger(folder.path)
+        facts, seen, found = _tokens(folder, recipe, budget)
+        notes += found
     except DataError as error:
         notes.append(f"Nothing on its tokens: {error}")
-    else:
-        notes += ledger.torn
-        facts = token_facts(ledger, prepare(ledger), schedule=folder.path / LOOP_FILE)
-        if facts.num_without_entropy:
-            notes.append(
-                f"{facts.num_without_entropy} trained tokens have no entropy; no entropy bin "
-                "counts them."
-            )
-        seen = microscope(ledger, texts_of_run(folder, recipe), budget)
-        ledger.connection.close()
     return RunReport(
         name=source.name,
         seed=recipe.seed,
@@ -155,6 +147,24 @@ def _run(source: _Source, stride: int, recipe_number: int, budget: Budget) -> Ru
         microscope=seen,
         notes=[_text(note) for note in notes],
     )
+
+
+def _tokens(
+    folder: RunFolder, recipe: Recipe, budget: Budget
+) -> tuple[TokenFacts, Microscope, list[str]]:
+    """What the ledger of a run holds, and what is odd about it. Raises DataError where there is
+    none, or it cannot be read."""
+    ledger = open_ledger(folder.path)
+    with closing(ledger.connection), ledger.asked():
+        facts = token_facts(ledger, prepare(ledger), schedule=folder.path / LOOP_FILE)
+        seen = microscope(ledger, texts_of_run(folder, recipe), budget)
+    notes = list(ledger.torn)
+    if facts.num_without_entropy:
+        notes.append(
+            f"{facts.num_without_entropy} trained tokens have no entropy; no entropy bin counts "
+            "them."
+        )
+    return facts, seen, notes
 
 
 def _last_step(records: Sequence[Record]) -> int:

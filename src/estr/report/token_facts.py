@@ -155,6 +155,8 @@ def _lag_counts(cube: dict[str, Any]) -> list[list[int]]:
     counts: dict[tuple[int, int], int] = {}
     columns = (cube[name].tolist() for name in ("stretch", "lag", "tokens"))
     for stretch, lag, tokens in zip(*columns, strict=True):
+        if lag is None:  # the version of a token or of its step is not known
+            continue
         counts[stretch, lag] = counts.get((stretch, lag), 0) + tokens
     return [[*place, count] for place, count in sorted(counts.items())]
 
