@@ -498,7 +498,7 @@ def test_ledger_names_a_torn_step_and_a_wrong_query(recorded: Path) -> None:
     assert "\nerror: the query failed: Parser Error" in wrong.stderr
     assert "neither" in error_of(run("ledger", "nowhere", "--runs", recorded))
     near = run("ledger", "small", "maskrate", "--runs", recorded)
-    assert "'maskrate' is neither SQL nor a shipped query; did you mean mask-rate?" in near.stderr
+    assert "no shipped query maskrate, and a word is no SQL; did you mean mask-rate?" in near.stderr
     assert near.exit_code == 2
 
 

@@ -32,8 +32,8 @@ def ledger(run: str, query: str | None, rows: int, as_json: bool, runs: Path) ->
     """Ask about every trained token of a run.
 
     QUERY is SQL (DuckDB's), or the name of a shipped query. Without one, the tables with their
-    columns and the shipped queries are listed. Answers are printed only; redirect the output to
-    keep them.
+    columns and the shipped queries are listed. Answers are printed; redirect the output to keep
+    them. SQL can do what you can: `copy (...) to 'FILE'` writes, and overwrites, files.
 
     \b
     Examples:
@@ -55,13 +55,14 @@ def ledger(run: str, query: str | None, rows: int, as_json: bool, runs: Path) ->
         near = difflib.get_close_matches(query, shipped, n=1)
         remedy = f"did you mean {near[0]}?" if near else f"shipped: {', '.join(shipped)}"
         raise ConfigError(f"there is no shipped query {query}, and a word is no SQL; {remedy}")
-    answer = opened.query(shipped[query].sql if query in shipped else query)
+    sql = shipped[query].sql if query in shipped else query
+    answer = opened.query(sql, most=None if as_json else rows)
     if as_json:
         for row in answer.rows:
             cells = dict(zip(answer.names, row, strict=True))
             click.echo(json.dumps({name: _plain(cell) for name, cell in cells.items()}))
         return
-    click.echo(_table(answer, rows))
+    click.echo(_table(answer))
 
 
 def _overview(opened: Ledger) -> str:
@@ -73,9 +74,9 @@ def _overview(opened: Ledger) -> str:
     return "\n".join(["tables and views", "", *parts, "", "shipped queries", "", *queries])
 
 
-def _table(answer: Answer, most: int) -> str:
+def _table(answer: Answer) -> str:
     """Aligned columns; names above, and below how many rows there were."""
-    shown = [[_shown(cell) for cell in row] for row in answer.rows[:most]]
+    shown = [[_shown(cell) for cell in row] for row in answer.rows]
     widths = [max(map(len, column)) for column in zip(answer.names, *shown, strict=True)]
     numeric = [_is_numeric(column) for column in zip(*answer.rows, strict=True)]
     lines = []
@@ -85,8 +86,7 @@ def _table(answer: Answer, most: int) -> str:
             for cell, width, right in zip(row, widths, numeric or [False] * len(row), strict=True)
         ]
         lines.append("  ".join(cells).rstrip())
-    left_out = len(answer.rows) - len(shown)
-    more = f" ({left_out} more; see --rows)" if left_out else ""
+    more = f" ({answer.left_out} more; see --rows)" if answer.left_out else ""
     return "\n".join([*lines, f"{len(shown)} rows{more}"])
 
 

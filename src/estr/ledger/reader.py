@@ -28,11 +28,16 @@ if TYPE_CHECKING:
 _DEFAULT_EPS = 0.01
 
 
+_COUNTED_AT_ONCE = 10_000
+
+
 class Answer(NamedTuple):
-    """The rows that a query gave, under the names of its columns."""
+    """The rows that a query gave, under the names of its columns. left_out: further ones, counted
+    and not kept."""
 
     names: list[str]
     rows: list[tuple[Any, ...]]
+    left_out: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +49,21 @@ class Ledger:
     torn: list[str]
     run_folder: Path
 
-    def query(self, sql: str, parameters: Sequence[Any] = ()) -> Answer:
-        """Run one statement. Raises DataError with DuckDB's own words where it is wrong."""
+    def query(self, sql: str, parameters: Sequence[Any] = (), *, most: int | None = None) -> Answer:
+        """Run one statement. most: rows to keep, so that a large answer needs little memory; None:
+        all. Raises DataError with DuckDB's own words where it is wrong."""
         with self.asked():
             number = len(self.connection.extract_statements(sql))
             if number != 1:
                 raise DataError(f"a query is one statement, not {number}: {sql!r:.80}")
             found = self.connection.execute(sql, list(parameters))
             names = [column[0] for column in found.description or ()]
-            return Answer(names, found.fetchall())
+            if most is None:
+                return Answer(names, found.fetchall())
+            rows, left_out = found.fetchmany(most), 0
+            while batch := found.fetchmany(_COUNTED_AT_ONCE):
+                left_out += len(batch)
+            return Answer(names, rows, left_out)
 
     @contextmanager
     def asked(self) -> Iterator[None]:

@@ -162,7 +162,7 @@ def microscope(ledger: Ledger, texts: TokenTexts, budget: Budget) -> Microscope:
 
 def _rows(ledger: Ledger, most_tokens: int) -> tuple[list[TrajectoryRow], list[int]]:
     """The facts of the picked, in their order, up to the budget of tokens; and their places."""
-    names, picked = ledger.query(_ROWS)
+    names, picked, _ = ledger.query(_ROWS)
     rows: list[TrajectoryRow] = []
     places = []
     offset = 0
