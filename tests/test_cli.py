@@ -426,7 +426,7 @@ def test_eval_keeps_rollouts_and_goes_on_from_them(model: Path, tmp_path: Path) 
 def test_eval_of_nothing_says_what_was_looked_for(tmp_path: Path) -> None:
     result = run("eval", "nowhere", "--runs", tmp_path)
     assert "nowhere is no run" in error_of(result)
-    assert result.exit_code == 1
+    assert result.exit_code == 2
 
 
 def test_eval_refuses_foreign_keys(model: Path) -> None:
