@@ -167,7 +167,8 @@ def test_an_evaluation_whose_rollouts_failed_says_so(tmp_path: Path) -> None:
     fields |= {"task": "coin", "num_problems": 20, "num_rollouts": 20, "avg_at_k": 0.0}
     fields |= {"avg_interval": (0.0, 0.0), "failures": {"truncated": 2, "grader_error": 18}}
     fields |= {"errors": {"grader_error": "KeyError: 'x'"}}
-    loop.evaluations.on_result(Accuracy(0, 0.0, 0.0), [EvalResult(**fields)])
+    with loop.writer:
+        loop.evaluations.on_result(Accuracy(0, 0.0, 0.0), [EvalResult(**fields)])
     assert messages.texts == [
         "18 of 20 held-out rollouts of coin failed with grader_error, which counts as not solved: "
         "KeyError: 'x'"
