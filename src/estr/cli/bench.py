@@ -18,10 +18,11 @@ BENCHMARKS = {
     "ledger": "estr.bench.ledger",
     "logprobs": "estr.bench.logprobs",
     "switch": "estr.bench.switch",
+    "trl": "estr.bench.trl",
 }
 """What `estr bench` knows: name -> the module with run(quick) -> dict."""
 
-OPTIONS = {"peers": ("logprobs",), "vllm": ("switch",)}
+OPTIONS = {"peers": ("logprobs", "trl"), "vllm": ("switch",)}
 """What only some of them take."""
 
 
@@ -30,7 +31,7 @@ OPTIONS = {"peers": ("logprobs",), "vllm": ("switch",)}
 @click.option(
     "--peers",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder of other packages' environments to compare with (logprobs only).",
+    help="Folder of other packages' environments to compare with (logprobs, trl).",
 )
 @click.option(
     "--vllm",
@@ -42,10 +43,10 @@ OPTIONS = {"peers": ("logprobs",), "vllm": ("switch",)}
 def bench(name: str, peers: Path | None, vllm: Path | None, quick: bool, as_json: bool) -> None:
     """Measure the speed of one part.
 
-    NAME is engine, trainer, async, recording, ledger, logprobs or switch. Figures are of this
+    NAME is engine, trainer, async, recording, ledger, logprobs, switch or trl. Figures are of this
     machine and are printed only; redirect the output of --json to keep them. logprobs is compared
     with TRL and verl as well where --peers names their environments, made by
-    conformance/install.py.
+    conformance/install.py; trl needs it.
 
     \b
     Example:
