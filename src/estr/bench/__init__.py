@@ -9,9 +9,10 @@ import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from ..errors import DataError
+from ..errors import ConfigError, DataError
 
 _log = logging.getLogger(__name__)
 
@@ -40,6 +41,17 @@ def bench_model() -> tuple[Any, str]:
     )
     torch.manual_seed(0)
     return LlamaForCausalLM(config).eval(), "random weights of the shape of SmolLM2-135M"
+
+
+def peer_python(folder: Path, package: str) -> Path:
+    """The interpreter of a package's own environment, as conformance/install.py makes it. Raises
+    ConfigError where there is none."""
+    python = folder / package / "bin" / "python"
+    if not python.exists():
+        raise ConfigError(
+            f"{python} is not there: make it with python conformance/install.py {package}"
+        )
+    return python
 
 
 def machine() -> str:

@@ -1,64 +1,96 @@
 """Asynchronous against synchronous training, and against the bound that neither can pass.
 
-For each regime of benchmarks/async.toml, with the same model, task, batch and processes:
+For each regime of benchmarks/async.toml, with the same cores, model, task, seeds and tokens:
 
     generation   rollouts alone, as many at once as the bound on staleness lets in, tokens/s
     training     the trainer alone, fed with those rollouts, tokens/s
     bound        the lower of the two: what a pipeline with a core for each could reach
-    sync         max_staleness = 0: all rollouts of a step at once, then the step
-    sync_two     the same, with two threads for each phase
-    async        the loop as it runs
 
-`ratio` is async over bound in the worst regime; `speedup` is async over the better sync.
+and every kind of training in `KINDS`. `ratio` is async over bound in the worst regime; `speedup` is
+the better asynchronous kind over the better synchronous one. The time to a quality, with training
+that really learns, is `estr.bench.async_quality`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import dataclasses
 import statistics
 import sys
-import tempfile
-import time
 import tomllib
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..buffer import TrainingGroup
+from .. import blocking
 from ..config import Recipe, recipe_from_table
-from ..engines.process import EngineProcess
-from ..errors import ConfigError
-from ..loop import Loop
-from ..metrics import MetricsWriter
-from ..models import resolve_model
-from ..progress import Row, SilentReporter
-from ..rollout import RolloutSetting, run_rollout
-from ..subject import resolve_play
-from ..trainer_process import TrainerProcess
-from ..types import RolloutId, Trajectory
-from ..weights import FileWeightStore
+from ..errors import ConfigError, DataError
+from ..subject import model_folder
 from . import machine
+from .async_parts import Clock, Facts, Kind, Measure, Pair, open_pair
+from .async_quality import Quality, time_to_quality
 
 CONFIG = Path("benchmarks/async.toml")
 
+KINDS = {
+    "sync": Kind(max_staleness=0),
+    "sync_two": Kind(max_staleness=0, threads=2),
+    "one_step": Kind(max_staleness=1, in_flight=False),
+    "async_drained": Kind(in_flight=False),
+    "async": Kind(),
+    "async_two": Kind(threads=2),
+}
+"""sync: all rollouts of a step, then the step. one_step: one batch ahead, each rollout under one
+version. async_drained: as stale as async, but a switch waits for the running requests. _two: two
+threads for each process, where one at a time works (sync) or both share two cores (async)."""
+
+SYNCHRONOUS = ("sync", "sync_two")
+
+PAPER = {"speedup": 2.6, "step_time_change": -0.62}
+"""As published (arXiv 2607.22186, DAPO-Math): 82.56 -> 214.38 tokens/s/GPU, 1,356.47 -> 514.84 s a
+step."""
+
 
 def run(quick: bool = False, config: Path = CONFIG) -> dict[str, Any]:
-    """Measure every regime. quick: one short measurement of each kind."""
+    """Measure every regime. quick: one short measurement of each kind, and of the time to quality
+    one seed, which can decide nothing."""
     table = _read(config)
-    measure = table["measure"]
+    try:
+        measure = Measure(*(table["measure"][key] for key in ("steps", "warmup_steps")))
+        repeats, quality = table["measure"]["repeats"], Quality.read(table["quality"])
+        regimes = {
+            name: _recipe(table["recipe"], regime, {"steps": measure.steps})
+            for name, regime in table["regime"].items()
+        }
+    except KeyError as error:
+        raise ConfigError(f"{config} has no {error.args[0]}") from error
     if quick:
-        measure = {"steps": 8, "warmup_steps": 3, "repeats": 1}
-    regimes = {}
-    for name, regime in table["regime"].items():
-        recipe = _recipe(table["recipe"], regime, measure)
-        regimes[name] = asyncio.run(_measure_regime(name, recipe, measure))
+        measure, repeats, quality = Measure(6, 2), 1, quality.quick()
+    measure.check()
+    found: dict[str, Any] = {}
+    left_out: dict[str, str] = {}
+    for name, recipe in regimes.items():
+        try:
+            model_folder(recipe)
+        except DataError as error:
+            left_out[name] = str(error)
+            continue
+        found[name] = blocking.run(partial(_measure_regime, name, recipe, measure, repeats))
+        if name in quality.regimes:
+            learns = _recipe(
+                table["recipe"], table["regime"][name], quality.recipe | {"steps": quality.steps}
+            )
+            kinds = _to_compare(found[name])
+            rates = found[name]["rates"]
+            found[name]["quality"] = blocking.run(
+                partial(time_to_quality, learns, kinds, quality, rates["bound"])
+            )
     return {
         "name": "async",
-        "ratio": min(r["async_over_bound"] for r in regimes.values()),
-        "regimes": regimes,
-        "measure": measure,
+        "ratio": min((r["async_over_bound"] for r in found.values()), default=None),
+        "regimes": found,
+        "left_out": left_out,
+        "paper": PAPER,
+        "measure": measure._asdict() | {"repeats": repeats},
         "quick": quick,
         "machine": machine(),
     }
@@ -73,180 +105,75 @@ def _read(config: Path) -> dict[str, Any]:
         ) from error
 
 
-def _recipe(base: dict[str, Any], regime: dict[str, Any], measure: dict[str, Any]) -> Recipe:
-    merged = dict(base)
-    for key, value in regime.items():
-        own = merged.get(key)
-        both = isinstance(value, dict) and isinstance(own, dict) and key != "task"
-        merged[key] = {**own, **value} if both and own is not None else value
-    return recipe_from_table({**merged, "steps": measure["steps"]})
+def _recipe(*tables: dict[str, Any]) -> Recipe:
+    """Later tables over earlier ones; a task is taken whole."""
+    merged: dict[str, Any] = {}
+    for table in tables:
+        for key, value in table.items():
+            own = merged.get(key)
+            both = isinstance(value, dict) and isinstance(own, dict) and key != "task"
+            merged[key] = {**own, **value} if both and own is not None else value
+    return recipe_from_table(merged)
 
 
-async def _measure_regime(name: str, recipe: Recipe, measure: dict[str, Any]) -> dict[str, Any]:
+def _to_compare(regime: dict[str, Any]) -> dict[str, Kind]:
+    """The better synchronous kind as "sync", and every asynchronous one on single threads."""
+    best = max(SYNCHRONOUS, key=lambda kind: regime["kinds"][kind]["tokens_per_s"])
+    others = ("one_step", "async_drained", "async")
+    return {"sync": KINDS[best]} | {kind: KINDS[kind] for kind in others}
+
+
+async def _measure_regime(
+    name: str, recipe: Recipe, measure: Measure, repeats: int
+) -> dict[str, Any]:
     """Every kind in turn, again and again, with processes that stay up: the machine's own speed
     wanders, so only what was measured side by side is compared."""
-    two_threads = dataclasses.replace(
-        recipe,
-        engine=dataclasses.replace(recipe.engine, threads=2),
-        trainer=dataclasses.replace(recipe.trainer, threads=2),
-    )
-    sync, sync_two = (dataclasses.replace(its, max_staleness=0) for its in (recipe, two_threads))
-    rounds: list[dict[str, float]] = []
-    async with _bench(recipe) as one, _bench(two_threads) as two:
-        for number in range(1, measure["repeats"] + 1):
-            rates = {
-                **await one.alone(measure),
-                "async": await one.loop(recipe, measure),
-                "sync": await one.loop(sync, measure),
-                "sync_two": await two.loop(sync_two, measure),
-            }
-            rounds.append(rates)
-            told = ", ".join(f"{kind} {rate:,.0f}" for kind, rate in rates.items())
+    rounds: list[dict[str, Facts]] = []
+    pairs: dict[tuple[bool, int], Pair] = {}
+    async with AsyncExitStack() as stack:
+        for kind in KINDS.values():
+            if (needs := (kind.in_flight, kind.threads)) not in pairs:
+                shared = Kind(in_flight=kind.in_flight, threads=kind.threads)
+                pairs[needs] = await stack.enter_async_context(open_pair(shared.of(recipe)))
+        for number in range(1, repeats + 1):
+            facts = {"alone": await pairs[True, 1].alone(measure)}
+            for label, kind in KINDS.items():
+                clock = Clock(measure.warmup_steps)
+                loop = await pairs[kind.in_flight, kind.threads].loop(kind.of(recipe), clock)
+                facts[label] = clock.rates() | loop
+            rounds.append(facts)
+            told = ", ".join(f"{label} {facts[label]['tokens_per_s']:,.0f}" for label in KINDS)
             print(f"{name}, round {number}, tokens/s: {told}", file=sys.stderr, flush=True)
-    return _summary(rounds)
+    return summary(rounds)
 
 
-def _summary(rounds: list[dict[str, float]]) -> dict[str, Any]:
-    """Medians of the rates, and of the ratios taken within each round."""
-    bounds = [min(r["generation"], r["training"]) for r in rounds]
-    ratios = [r["async"] / bound for r, bound in zip(rounds, bounds, strict=True)]
-    speedups = [r["async"] / max(r["sync"], r["sync_two"]) for r in rounds]
+def summary(rounds: list[dict[str, Facts]]) -> dict[str, Any]:
+    """Medians over the rounds; ratios are taken within each round, of which the median counts."""
+    ratios: dict[str, list[float]] = {}
+    for facts in rounds:
+        rates = {label: facts[label]["tokens_per_s"] for label in KINDS}
+        generation, training = facts["alone"]["generation"], facts["alone"]["training"]
+        bound = min(generation, training)
+        better = max(SYNCHRONOUS, key=rates.__getitem__)
+        best = max(rates.keys() - set(SYNCHRONOUS), key=rates.__getitem__)
+        found = {
+            "async_over_bound": rates["async"] / bound,
+            "speedup": rates[best] / rates[better],
+            "async_over_sync": rates["async"] / rates[better],
+            "step_time_change": facts["async"]["step_s"] / facts[better]["step_s"] - 1,
+            # Of phases that take turns over phases side by side, a core for each.
+            "bound_over_sync": bound * (1 / generation + 1 / training),
+        }
+        for key, value in found.items():
+            ratios.setdefault(key, []).append(value)
+    alone = _medians([facts["alone"] for facts in rounds])
     return {
-        **{f"{k}_tokens_per_s": statistics.median(r[k] for r in rounds) for k in rounds[0]},
-        "bound_tokens_per_s": statistics.median(bounds),
-        "async_over_bound": statistics.median(ratios),
-        "async_over_bound_each": [round(ratio, 3) for ratio in ratios],
-        "speedup": statistics.median(speedups),
-        "speedup_each": [round(speedup, 3) for speedup in speedups],
+        "rates": alone | {"bound": statistics.median(min(f["alone"].values()) for f in rounds)},
+        "kinds": {label: _medians([facts[label] for facts in rounds]) for label in KINDS},
+        **{key: statistics.median(values) for key, values in ratios.items()},
+        "each": {key: [round(value, 3) for value in values] for key, values in ratios.items()},
     }
 
 
-class _Clock(SilentReporter):
-    """Tokens and time of every optimizer step."""
-
-    def __init__(self) -> None:
-        self.steps: list[tuple[float, float]] = []
-
-    def stepped(self, step: int, version: int, wall_s: float, row: Row) -> None:
-        self.steps.append((wall_s, row["eligible_tokens"] or 0.0))
-
-    def tokens_per_s(self, warmup_steps: int) -> float:
-        start_s = self.steps[warmup_steps - 1][0]
-        tokens = sum(tokens for _, tokens in self.steps[warmup_steps:])
-        return float(tokens / (self.steps[-1][0] - start_s))
-
-
-@asynccontextmanager
-async def _bench(recipe: Recipe) -> AsyncIterator[_Bench]:
-    """Engine and trainer of a recipe, and a state of the trainer to begin every measurement at."""
-    model = resolve_model(recipe.model)
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
-        folder = Path(scratch)
-        store = FileWeightStore(folder / "weights", keep=recipe.max_staleness + 2)
-        engine, trainer = await asyncio.gather(
-            EngineProcess.start(model, recipe.engine), TrainerProcess.start(model, recipe, store)
-        )
-        try:
-            (folder / "start").mkdir()
-            await trainer.save(folder / "start")
-            play = resolve_play(model, recipe, temperature=1.0)
-            setting = RolloutSetting(engine, *play, recipe.rollout)
-            yield _Bench(recipe, setting, engine, trainer, store, folder)
-        finally:
-            await asyncio.gather(engine.close(), trainer.close())
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Bench:
-    """Processes that stay up between measurements."""
-
-    recipe: Recipe
-    setting: RolloutSetting
-    engine: EngineProcess
-    trainer: TrainerProcess
-    store: FileWeightStore
-    folder: Path
-
-    async def reset(self) -> None:
-        """Weights, optimizer and counters as at the start, in trainer and engine."""
-        await self.trainer.restore(self.folder / "start")
-        await self.engine.load(await self.trainer.publish(), self.store, self.recipe.kv)
-
-    async def loop(self, recipe: Recipe, measure: dict[str, Any]) -> float:
-        """Trained tokens per second of a loop after its first steps."""
-        await self.reset()
-        clock = _Clock()
-        with (
-            tempfile.TemporaryDirectory(dir=self.folder) as run,
-            MetricsWriter(run, tensorboard=False) as writer,
-        ):
-            trainer, store = self.trainer, self.store
-            await Loop(recipe, self.setting, trainer, store, reporter=clock, writer=writer).run()
-        return clock.tokens_per_s(measure["warmup_steps"])
-
-    async def alone(self, measure: dict[str, Any]) -> dict[str, float]:
-        """Tokens per second of generation and of training, one after the other."""
-        await self.reset()
-        groups, generation = await _generate(self.recipe, self.setting, measure)
-        training = await _train(self.recipe, self.trainer, groups, measure)
-        return {"generation": generation, "training": training}
-
-
-async def _generate(
-    recipe: Recipe, setting: RolloutSetting, measure: dict[str, Any]
-) -> tuple[list[list[Trajectory]], float]:
-    """All groups of the measurement, with as many at once as the loop may have outstanding."""
-    room = asyncio.Semaphore((recipe.max_staleness + 1) * recipe.groups_per_step)
-    ends: list[tuple[float, int]] = []
-
-    async def one(group: int) -> list[Trajectory]:
-        async with room:
-            members = await asyncio.gather(
-                *(
-                    run_rollout(
-                        setting,
-                        RolloutId(recipe.seed, group, index),
-                        group,
-                        dispatch_version=0,
-                        deadline_version=group,
-                    )
-                    for index in range(recipe.group_size)
-                )
-            )
-        ends.append((time.monotonic(), sum(t.num_sampled_tokens for t in members)))
-        return list(members)
-
-    count = measure["steps"] * recipe.groups_per_step
-    groups = await asyncio.gather(*(one(group) for group in range(count)))
-    warm = measure["warmup_steps"] * recipe.groups_per_step
-    tokens = sum(n for _, n in ends[warm:])
-    return groups, tokens / (ends[-1][0] - ends[warm - 1][0])
-
-
-async def _train(
-    recipe: Recipe,
-    trainer: TrainerProcess,
-    groups: list[list[Trajectory]],
-    measure: dict[str, Any],
-) -> float:
-    """The same groups, one batch after the other."""
-    size = recipe.groups_per_step
-    ends: list[tuple[float, int]] = []
-    for step in range(measure["steps"]):
-        members = groups[step * size : (step + 1) * size]
-        batch = [
-            TrainingGroup(
-                step * size + place,
-                step,
-                tuple(group),
-                tuple(1.0 if i % 2 else -1.0 for i in range(len(group))),
-            )
-            for place, group in enumerate(members)
-        ]
-        await trainer.train([batch])
-        tokens = sum(t.num_sampled_tokens for group in members for t in group)
-        ends.append((time.monotonic(), tokens))
-    warm = measure["warmup_steps"]
-    tokens = sum(n for _, n in ends[warm:])
-    return float(tokens / (ends[-1][0] - ends[warm - 1][0]))
+def _medians(found: list[Facts]) -> Facts:
+    return {key: statistics.median(facts[key] for facts in found) for key in found[0]}

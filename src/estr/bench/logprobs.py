@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError
-from . import machine
+from . import machine, peer_python
 
 SHAPES = {"576 x 49,152": (576, 49152), "2,048 x 151,936": (2048, 151936)}
 """Width and vocabulary of SmolLM2-135M and of a Qwen3-1.7B."""
@@ -72,12 +72,7 @@ def _peer_pythons(folder: Path | None) -> dict[str, str]:
         return {}
     pythons: dict[str, str] = {}
     for package, sides in PEERS.items():
-        python = folder / package / "bin" / "python"
-        if not python.exists():
-            raise ConfigError(
-                f"{python} is not there: make it with python conformance/install.py {package}"
-            )
-        pythons |= dict.fromkeys(sides, str(python))
+        pythons |= dict.fromkeys(sides, str(peer_python(folder, package)))
     return pythons
 
 

@@ -17,8 +17,13 @@ BENCHMARKS = {
     "recording": "estr.bench.recording",
     "ledger": "estr.bench.ledger",
     "logprobs": "estr.bench.logprobs",
+    "switch": "estr.bench.switch",
+    "trl": "estr.bench.trl",
 }
 """What `estr bench` knows: name -> the module with run(quick) -> dict."""
+
+OPTIONS = {"peers": ("logprobs", "trl"), "vllm": ("switch",)}
+"""What only some of them take."""
 
 
 @click.command()
@@ -26,16 +31,22 @@ BENCHMARKS = {
 @click.option(
     "--peers",
     type=click.Path(path_type=Path, exists=True, file_okay=False),
-    help="Folder of other packages' environments to compare with (logprobs only).",
+    help="Folder of other packages' environments to compare with (logprobs, trl).",
+)
+@click.option(
+    "--vllm",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="An interpreter that has vLLM, to be measured as well (switch only).",
 )
 @click.option("--quick", is_flag=True, help="Less of everything; the figures mean less, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(name: str, peers: Path | None, quick: bool, as_json: bool) -> None:
+def bench(name: str, peers: Path | None, vllm: Path | None, quick: bool, as_json: bool) -> None:
     """Measure the speed of one part.
 
-    NAME is engine, trainer, async, recording, ledger or logprobs. Figures are of this machine and
-    are printed only; redirect the output of --json to keep them. logprobs is compared with TRL and
-    verl as well where --peers names their environments, made by conformance/install.py.
+    NAME is engine, trainer, async, recording, ledger, logprobs, switch or trl. Figures are of this
+    machine and are printed only; redirect the output of --json to keep them. logprobs is compared
+    with TRL and verl as well where --peers names their environments, made by
+    conformance/install.py; trl needs it.
 
     \b
     Example:
@@ -45,9 +56,13 @@ def bench(name: str, peers: Path | None, quick: bool, as_json: bool) -> None:
 
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}; known: {', '.join(BENCHMARKS)}")
-    if peers is not None and name != "logprobs":
-        raise ConfigError(f"--peers is of the benchmark logprobs, not of {name}")
-    options: dict[str, Any] = {} if peers is None else {"peers": peers}
+    options: dict[str, Any] = {}
+    for option, value in (("peers", peers), ("vllm", vllm)):
+        if value is None:
+            continue
+        if name not in OPTIONS[option]:
+            raise ConfigError(f"--{option} is of {' and '.join(OPTIONS[option])}, not of {name}")
+        options[option] = value
     figures = importlib.import_module(BENCHMARKS[name]).run(quick, **options)
     if as_json:
         click.echo(json.dumps(figures))

@@ -1,0 +1,66 @@
+"""`estr bench switch`: what it reads from the marks of an engine, and its quick form."""
+
+from __future__ import annotations
+
+import pytest
+
+from estr.bench import switch
+from estr.bench.switch import facts_of
+from estr.bench.timed_host import Mark, Taken
+from estr.errors import EngineError
+from vllm_cases import MARKS, PYTHON
+
+STEPS = [
+    Mark(10.0, 1.0, 3, 4),  # still admitting: fewer tokens than requests
+    Mark(11.0, 1.5, 4, 4),
+    Mark(12.0, 2.0, 4, 4),
+    Mark(14.0, 3.0, 4, 4),
+    Mark(20.0, 6.0, 1, 5),  # one request draws again
+    Mark(23.0, 7.5, 4, 5),  # now all do
+    Mark(24.0, 8.0, 4, 5),
+]
+
+
+def test_the_pause_ends_when_all_requests_draw_again() -> None:
+    assert facts_of(STEPS, Taken(2.5, 0.75), 5, count=4) == {
+        "pause_s": 9.0,
+        "pause_cpu_s": 4.5,
+        "load_s": 2.5,
+        "load_cpu_s": 0.75,
+        "usual_s": 1.5,
+        "usual_cpu_s": 0.75,
+    }
+
+
+def test_a_switch_that_met_no_running_requests_is_an_error() -> None:
+    with pytest.raises(EngineError, match="version 6"):
+        facts_of(STEPS, Taken(1.0, 1.0), 6, count=4)
+    with pytest.raises(EngineError, match="version 5"):
+        facts_of(STEPS[:4] + STEPS[4:5], Taken(1.0, 1.0), 5, count=4)
+
+
+def check(figures: dict, engine: str) -> None:
+    for kv in ("recompute", "keep"):
+        facts = figures["engines"][engine][kv]
+        assert 0 < facts["load_s"] < facts["pause_s"] <= facts["first_token_s"]
+        assert facts["usual_s"] > 0 < facts["publish_s"] < facts["first_token_s"]
+
+
+@pytest.mark.slow
+def test_the_quick_form_sees_a_switch_under_each_policy() -> None:
+    figures = switch.run(quick=True)
+    check(figures, "local")
+    assert figures["ratio"] > 0
+    assert figures["size"]["requests"] == 4
+
+
+@pytest.mark.slow
+class TestVllm:
+    pytestmark = MARKS
+
+    def test_vllm_is_measured_where_its_interpreter_is_named(self) -> None:
+        from pathlib import Path
+
+        figures = switch.run(quick=True, vllm=Path(PYTHON))
+        check(figures, "local")
+        check(figures, "vllm")
