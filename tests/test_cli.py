@@ -402,6 +402,14 @@ def test_eval_of_a_run_is_kept_beside_it(runs: Path) -> None:
     assert json.loads(start.stdout)["version"] == 0
 
 
+def test_eval_of_a_run_that_may_not_be_written_to_is_printed(runs: Path) -> None:
+    (runs / "small" / "eval.jsonl").mkdir()
+    result = run("eval", "small", "--runs", runs, "--json")
+    assert result.exit_code == 0, result.stderr
+    assert json.loads(result.stdout)["version"] == 6
+    assert "eval.jsonl cannot be written: Is a directory; the result is printed" in result.stderr
+
+
 def test_eval_against_another_prints_both_and_the_difference(runs: Path, model: Path) -> None:
     shown = run("eval", "small", "--against", model, "--k", 2, "--runs", runs)
     assert shown.exit_code == 0, shown.stderr

@@ -14,7 +14,7 @@ import estr
 from estr import errors
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "errors", "options", "config", "recipe_files", "blocking"),
+    ("types", "errors", "options", "config", "recipe_files", "blocking", "output_files"),
     (
         "tiled_head",
         "logprobs",

@@ -299,6 +299,13 @@ def correction_entries(text: str) -> tuple[Table, ...]:
         name, colon, options = part.rpartition(":")
         if "=" not in options:
             name, colon, options = part, "", ""
+        known, written, rest = name.partition(":")
+        # A class of one's own may live in a module of such a name; its name begins as classes do.
+        if written and known.strip() in CORRECTION_OPTIONS and not rest.strip()[:1].isupper():
+            raise ConfigError(
+                f"correction {text!r}: {rest.strip()!r} is not of the form key=value; "
+                f"an option of {known.strip()} is written as {known.strip()}:key=value"
+            )
         entry: Table = {"name": name.strip()}
         for option in options.split(",") if colon else ():
             key, equals, value = option.partition("=")

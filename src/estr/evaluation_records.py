@@ -26,6 +26,7 @@ from typing import IO, Any
 import msgspec
 
 from .errors import DataError
+from .output_files import write_whole
 from .types import SCORED_STATUSES, Status, Trajectory
 
 Decode = Callable[[list[int]], str]
@@ -98,7 +99,7 @@ class RolloutFile:
     def write_transcripts(self) -> Path:
         """Everything that is kept, to read."""
         path = self._beside("transcripts", ".txt")
-        path.write_text("\n".join(map(_transcript, self.records())), encoding="utf-8")
+        write_whole(path, "\n".join(map(_transcript, self.records())))
         return path
 
     def records(self) -> list[RolloutRecord]:
@@ -132,8 +133,10 @@ def open_rollouts(folder: Path, fingerprint: Mapping[str, Any]) -> Iterator[Roll
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
+        except BlockingIOError as error:
             raise DataError(f"{path} is in use by another estr process; wait for it") from error
+        except OSError as error:
+            raise DataError(f"cannot lock {path}: {error.strerror}") from error
         yield RolloutFile(path, file, _read(path, file, head))
 
 
@@ -151,10 +154,16 @@ def _read(path: Path, file: IO[bytes], head: bytes) -> list[RolloutRecord]:
     if first != head:
         raise DataError(f"{path} holds another evaluation; keep this one in another folder")
     decoder = msgspec.json.Decoder(RolloutRecord)
-    try:
-        return [decoder.decode(line) for line in lines]
-    except msgspec.DecodeError as error:
-        raise DataError(f"{path} cannot be read: {error}; move it away") from error
+    records = []
+    for number, line in enumerate(lines, start=2):
+        try:
+            records.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise DataError(
+                f"line {number} of {path} cannot be read: {error}; take it out and its rollout is "
+                "played again, or move the file away"
+            ) from error
+    return records
 
 
 def _transcript(record: RolloutRecord) -> str:

@@ -11,13 +11,14 @@ on purpose become one line and an exit code.
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 from typing import Any
 
 import click
 
-from ..errors import ConfigError, EstrError, Interrupted
+from ..errors import ConfigError, DataError, EstrError, Interrupted
 from .bench import bench
 from .check import check
 from .evaluate import evaluate
@@ -46,6 +47,21 @@ COMMANDS: tuple[click.Command, ...] = (
     warmstart,
 )
 
+_DISK_ERRORS = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EIO,
+    errno.EISDIR,
+    errno.ELOOP,
+    errno.ENAMETOOLONG,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+"""What a disk that is full, or may not be written to, answers; no error of the program's own."""
+
 
 class _Commands(click.Group):
     """Where errors become a line and an exit code."""
@@ -59,6 +75,12 @@ class _Commands(click.Group):
             ctx.exit(_report(error))
         except KeyboardInterrupt:
             ctx.exit(_report(Interrupted("stopped")))
+        except OSError as error:
+            if ctx.params["debug"] or error.errno not in _DISK_ERRORS:
+                raise
+            place = "" if error.filename is None else f"{error.filename}: "
+            remedy = "look at the space and the rights there"
+            ctx.exit(_report(DataError(f"{place}{error.strerror}; {remedy}")))
 
 
 def _report(error: EstrError) -> int:

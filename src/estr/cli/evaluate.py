@@ -81,13 +81,19 @@ def evaluate(
 
 def _kept(name: str, runs: Path, weights: str, result: EvalResult) -> dict[str, Any]:
     """The result as JSON writes it; that of a run is also added to its eval.jsonl."""
+    from ..display import printable
     from ..subject import find_run
 
     run = find_run(name, runs)
     table = {"source": name, "weights": None if run is None else weights, **result.to_json()}
     if run is not None:
-        with (run.path / "eval.jsonl").open("a", encoding="utf-8") as file:
-            file.write(f"{json.dumps(table)}\n")
+        path = run.path / "eval.jsonl"
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(f"{json.dumps(table)}\n")
+        except OSError as error:  # the run may be another's; what was found is printed all the same
+            reason = f"{printable(str(path))} cannot be written: {error.strerror}"
+            click.echo(f"warning: {reason}; the result is printed only", err=True)
     return table
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
+from ..output_files import require_writable, write_whole
 from .options import run_folder, runs_option
 
 
@@ -72,6 +73,8 @@ def replay(
         raise ConfigError("--gradients needs --correction, and --step in place of --steps")
     if out is not None and not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
+    if out is not None:
+        require_writable(out)
     folder = run_folder(run, runs)
     from .replay_tables import print_gradients, print_replay
 
@@ -95,7 +98,7 @@ def replay(
             )
         print_replay(found, _decoder(folder))
     if out is not None:
-        out.write_text(json.dumps(found.to_json()) + "\n", encoding="utf-8")
+        write_whole(out, json.dumps(found.to_json()) + "\n")
         click.echo(f"written to {out}")
 
 
@@ -105,6 +108,8 @@ def _range(text: str) -> range:
         begin, end = int(first or 1), int(last or 2**31) if colon else int(first)
     except ValueError as error:
         raise ConfigError(f"--steps {text!r} is not of the form FROM:TO") from error
+    if not 1 <= begin <= end:
+        raise ConfigError(f"--steps {text!r} holds no step: steps count from 1, and FROM <= TO")
     return range(begin, end + 1)
 
 

@@ -54,10 +54,12 @@ def report(
     from rich.console import Console
 
     from ..display import printable
+    from ..output_files import require_writable
     from ..report import Budget, write_report
 
     folders = [run_folder(name, runs) for name in names]
     out = out or folders[0] / REPORT
+    require_writable(out)
     with Console(stderr=True).status("reading the runs"):
         made = write_report(folders, out, Budget(trajectories, tokens))
     for run in made.runs:

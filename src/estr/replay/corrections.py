@@ -89,11 +89,13 @@ def build_candidates(texts: Iterable[str]) -> dict[str, Correction]:
 
 def chosen_steps(run: Path, there: Sequence[int], wanted: Iterable[int] | None) -> list[int]:
     """Those of the ledger's steps that are wanted. Raises DataError where there is none."""
-    among = None if wanted is None else set(wanted)
+    # A range is asked as it is: one without an end would not fit into a set.
+    among = wanted if wanted is None or isinstance(wanted, range) else set(wanted)
     chosen = [step for step in there if among is None or step in among]
     if not chosen:
         held = f"steps {there[0]} to {there[-1]}" if there else "no whole step"
-        raise DataError(f"the ledger of {run} holds {held}: nothing to replay")
+        which = "nothing to replay" if among is None else "none of those that were asked for"
+        raise DataError(f"the ledger of {run} holds {held}: {which}")
     return chosen
 
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from ..errors import DataError
+from ..output_files import write_whole
 from .microscope import Budget
 from .page import render
 from .runs import Report, build_report
@@ -33,12 +33,5 @@ def write_report(folders: Sequence[str | Path], out: Path, budget: Budget) -> Re
     """Write the page of these runs to `out`; returns what it shows. Raises DataError where one of
     them is no run, or the file cannot be written."""
     report = build_report(folders, budget)
-    aside = out.with_name(f".{out.name}.writing")
-    try:
-        aside.write_text(render(report), encoding="utf-8")
-        aside.replace(out)
-    except OSError as error:
-        raise DataError(
-            f"cannot write {out}: {error.strerror}; choose a place with --out"
-        ) from error
+    write_whole(out, render(report))
     return report
