@@ -327,7 +327,7 @@ def test_what_was_not_recorded_is_named(model: Path, tmp_path: Path) -> None:
     run = make_run(tmp_path, model, "estr")
     with pytest.raises(DataError, match=r"step 1 under estr:scale=gini: .*needs behavior_gini"):
         replay_corrections(run.path, ["estr:scale=gini"])
-    with pytest.raises(DataError, match="holds steps 1 to 3: nothing to replay"):
+    with pytest.raises(DataError, match="holds steps 1 to 3: none of those that were asked for"):
         replay_corrections(run.path, ["none"], steps=[9])
     assert replay_corrections(run.path, ["none"], steps=range(2, 9)).steps == (2, 3)
 
@@ -363,6 +363,8 @@ def test_a_correction_as_text(text: str, entries: list[dict[str, Any]]) -> None:
         ("estr:tua=1", r"unknown key correction\.tua of estr; did you mean"),
         ("estr:tau=0", "tau must be above 0"),
         ("estr:tau=1,eps", "'eps' is not of the form key=value"),
+        ("estr:name=icepop", "'name' is given twice"),
+        ("estr:tau=1,tau=2", "'tau' is given twice"),
         ("estr+icepop:edge=X", r"correction\[1\]\.edge = 'X': must be one of E, B"),
         (":tau=1", "is not of the form"),
     ],

@@ -314,6 +314,8 @@ def correction_entries(text: str) -> tuple[Table, ...]:
                     f"correction {text!r}: {option.strip()!r} is not of the form key=value; "
                     "write NAME:key=value,key=value, several corrections joined by +"
                 )
+            if key.strip() in entry:  # the name is one of them, too
+                raise ConfigError(f"correction {text!r}: {key.strip()!r} is given twice")
             entry[key.strip()] = _toml_value(value)
         correction_options(entry, _correction_place(i, len(parts)))
         entries.append(entry)
