@@ -95,7 +95,7 @@ function learning(report, state) {
     curve(report, state, "KL(behavior ‖ policy)", [["kl_k3", "k3"], ["kl_k1", "k1", "5 4"]], { hint: "Both estimate the same; k1 may be negative." }),
     curve(report, state, "Gradient norm", [["grad_norm", "norm"]], { hint: "Before clipping.", floor: 0 }),
     curve(report, state, "Loss", [["loss", "loss"]]),
-    curve(report, state, "Groups without variance", [["num_zero_variance_groups", "equal outcomes"], ["num_groups", "all groups", "5 4"]], { hint: "Groups whose outcomes are all equal teach nothing.", floor: 0 }),
+    curve(report, state, "Groups without variance", [["num_zero_variance_groups", "equal outcomes"], ["num_groups", "all groups", "5 4"]], { hint: "Groups whose outcomes are all equal. They teach nothing, unless loss.variance_of is 'reward'.", floor: 0 }),
     statuses(report, state),
   ];
 }
