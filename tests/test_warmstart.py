@@ -18,7 +18,7 @@ from estr.config import recipe_from_table
 from estr.environments import build_task
 from estr.environments.calculator import CalculatorOptions, CalculatorTask
 from estr.environments.demonstrations import ALPHABET, heavy_tailed, wrong_digit
-from estr.errors import ConfigError, DataError
+from estr.errors import ConfigError
 from estr.models import load_model, load_tokenizer
 from estr.subject import find_subject, model_folder
 from estr.warmstart import WarmStart, cached_folder, find_twin, make_tokenizer, parse_warm_start
@@ -207,5 +207,5 @@ def test_a_run_or_an_evaluation_may_start_from_it(monkeypatch: pytest.MonkeyPatc
     subject = find_subject("warmstart:2", task="countdown", overrides=["task.num_numbers=4"])
     assert asked == [({"name": "countdown", "num_numbers": 4}, 2)]
     assert subject.recipe.model == "warmstart:2"
-    with pytest.raises(DataError, match="'warmstart'"):
+    with pytest.raises(ConfigError, match="'warmstart'"):
         find_subject("warmstarts")
