@@ -11,6 +11,7 @@ from estr.cli import cli
 from estr.config import recipe_from_table
 from estr.lab.lab import Lab, read_table
 from estr.lab.own import METHODS, compare_recipe, corrections, data_digest, jobs
+from lab_sweep_cases import FakeSweep
 
 TABLE = {
     "name": "mine",
@@ -19,24 +20,6 @@ TABLE = {
     "num_minibatches": 2,
     "wandb": {"project": "p"},
 }
-
-
-class FakeSweep:
-    def __init__(self, rule):
-        self.rule, self.seen = rule, []
-
-    def run(self, jobs):
-        self.seen += jobs
-        return [
-            {**job.labels, "job": job.digest, "measure": measure, "step": 7, "value": value}
-            for job in jobs
-            for measure, value in (
-                ("accuracy", self.rule(job.labels)),
-                ("collapsed", 0.0),
-                ("rho_mask", 0.1),
-                ("eligible_tokens", 10.0),
-            )
-        ]
 
 
 def test_every_method_and_the_recipes_own_on_every_seed():

@@ -17,28 +17,9 @@ from estr.lab.noise_floor import engine_noise, raise_tau, region_scores, train_a
 from estr.lab.rules import BASELINES, CONFIRM_REGIMES, RULES, TWINS, entrants
 from estr.lab.training import RunConfig, train_once
 from estr.options.corrections import EstrOptions
+from lab_sweep_cases import FakeSweep
 
 PAGE = Path(__file__).parents[1] / "docs" / "lab" / "rules.md"
-
-
-class FakeSweep:
-    """Answers every job by a rule, without running it."""
-
-    def __init__(self, rule):
-        self.rule, self.seen = rule, []
-
-    def run(self, jobs):
-        self.seen += jobs
-        return [
-            {**job.labels, "job": job.digest, "measure": measure, "step": 1, "value": value}
-            for job in jobs
-            for measure, value in (
-                ("accuracy", self.rule(job.labels)),
-                ("collapsed", 0.0),
-                ("rho_mask", 0.1),
-                ("eligible_tokens", 10.0),
-            )
-        ]
 
 
 def of_phase(sweep, phase):

@@ -121,3 +121,17 @@ def portable(error: BaseException) -> EstrError:
     frames = traceback.extract_tb(error.__traceback__)
     place = f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
     return WorkerError(f"{type(error).__name__}: {error}{place}")
+
+
+async def all_or_none(*starts: asyncio.Future[Any]) -> list[Any]:
+    """What all of these starts give, in their order. As soon as one fails, the others are cancelled
+    (which ends their processes), and those that are up already are closed by their `close()`."""
+    try:
+        return await asyncio.gather(*starts)
+    except BaseException:
+        for start in starts:
+            start.cancel()
+        ended = await asyncio.gather(*starts, return_exceptions=True)
+        up = [process for process in ended if not isinstance(process, BaseException)]
+        await asyncio.gather(*(process.close() for process in up))
+        raise

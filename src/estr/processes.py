@@ -17,6 +17,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+from .calls import all_or_none
 from .config import Recipe
 from .engines.pool import EnginePool
 from .engines.process import EngineProcess
@@ -124,10 +125,7 @@ class LocalProcesses(Processes):
         )
         trainer = asyncio.create_task(TrainerProcess.start(model, recipe, store, log=log))
         evaluator = asyncio.create_task(EvaluatorProcess.start(model, recipe, store, log=log))
-        await all_or_none(engine, trainer, evaluator)
-        self.engine = engine.result()
-        self.trainer = trainer.result()
-        self.evaluator = evaluator.result()
+        self.engine, self.trainer, self.evaluator = await all_or_none(engine, trainer, evaluator)
 
     async def _probes(self, temperature: float) -> list[list[Segment]]:
         return [await self.engine.probe(temperature)]
@@ -145,20 +143,6 @@ class LocalProcesses(Processes):
 
     def _forget_weights(self) -> None:
         shutil.rmtree(self.store.folder, ignore_errors=True)
-
-
-async def all_or_none(*starts: asyncio.Task[Any]) -> None:
-    """Wait for all; as soon as one fails, the others are cancelled, and those that are up already
-    closed."""
-    try:
-        await asyncio.gather(*starts)
-    except BaseException:
-        for task in starts:
-            task.cancel()  # a start that is cancelled ends its process
-        ended = await asyncio.gather(*starts, return_exceptions=True)
-        up = [process for process in ended if not isinstance(process, BaseException)]
-        await asyncio.gather(*(process.close() for process in up))
-        raise
 
 
 def bytes_needed(model: Path, recipe: Recipe) -> int:

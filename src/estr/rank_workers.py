@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .calls import Calls
+from .calls import Calls, all_or_none
 from .errors import WorkerDied, WorkerError
 from .worker import Worker
 
@@ -97,15 +97,10 @@ class RankWorkers:
             for rank in range(size)
         ]
         try:
-            workers = await asyncio.gather(*starts)
+            return cls(await all_or_none(*starts), meeting)
         except BaseException:
-            for start in starts:
-                start.cancel()  # a start that is cancelled ends its process
-            ended = await asyncio.gather(*starts, return_exceptions=True)
-            up = [worker for worker in ended if not isinstance(worker, BaseException)]
-            await cls(up, meeting).close()
+            shutil.rmtree(meeting, ignore_errors=True)
             raise
-        return cls(workers, meeting)
 
     async def call(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
         """The results of host.method(*args) on all ranks. Raises as `Worker.call` does, at the

@@ -18,12 +18,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ..calls import all_or_none
 from ..config import Recipe
 from ..engines.pool import EnginePool
 from ..engines.process import EngineProcess
 from ..errors import ConfigError
 from ..evaluator_process import EvaluatorProcess
-from ..processes import Processes, all_or_none, bytes_needed
+from ..processes import Processes, bytes_needed
 from ..rank_workers import Place as RankPlace
 from ..rank_workers import RankWorkers, log_of
 from ..run_folder import RunFolder
@@ -83,10 +84,7 @@ class RayProcesses(Processes):
         engines = asyncio.create_task(EnginePool.bring_up(engine.count, start_engine, tell=tell))
         learner = asyncio.create_task(self._start_trainer(ranks))
         evaluator = asyncio.create_task(self._start_evaluator())
-        await all_or_none(engines, learner, evaluator)
-        self.engine = engines.result()
-        self.trainer = learner.result()
-        self.evaluator = evaluator.result()
+        self.engine, self.trainer, self.evaluator = await all_or_none(engines, learner, evaluator)
 
     async def _reserve(self, what: str, count: int, threads: int, device: str) -> list[Place]:
         """A placement group of `count` bundles. Raises ConfigError where the cluster has no room

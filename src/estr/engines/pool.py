@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Protocol
 
+from ..calls import all_or_none
 from ..engine import Engine, KVPolicy, Request
 from ..errors import EngineError, EngineTimeout, WeightsError, WorkerDied, WorkerError
 from ..types import RolloutId, Segment
@@ -100,15 +101,7 @@ class EnginePool:
     ) -> EnginePool:
         """All at once; as soon as one does not come up, the others are given up."""
         starts = [asyncio.ensure_future(start(index)) for index in range(count)]
-        try:
-            return cls(list(await asyncio.gather(*starts)), start, tell=tell)
-        except BaseException:
-            for task in starts:
-                task.cancel()
-            ended = await asyncio.gather(*starts, return_exceptions=True)
-            up = [engine for engine in ended if not isinstance(engine, BaseException)]
-            await asyncio.gather(*(engine.close() for engine in up))
-            raise
+        return cls(await all_or_none(*starts), start, tell=tell)
 
     @property
     def version(self) -> int:
