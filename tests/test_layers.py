@@ -45,6 +45,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "worker",
         "rank_workers",
         "heads",
+        "quantization",
         "scorer",
         "models",
         "adapters",

@@ -52,6 +52,7 @@ CODE = (
     "logprobs.py",
     "losses.py",
     "options/corrections.py",
+    "quantization.py",
     "trainer.py",
     "warmstart.py",
 )

@@ -51,6 +51,9 @@ class EngineOptions:
     """vllm only: room for keys and values, GB; it must hold the longest context at least once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the sampler's forward pass; log-probs and entropies are float32 in any case."""
+    quantization: Literal["none", "int8", "int4", "int3"] = "none"
+    """local only: the sampler's linear weights, but for the output layer, rounded to so many bits
+    per output row. Real rounding without integer kernels: a mismatch to train under, no saving."""
     count: int = 1
     """Engines that share the rollouts; more than one needs placement = "ray"."""
     max_batch: int = 128
@@ -70,6 +73,11 @@ class EngineOptions:
         _at_least("threads", self.threads, 1)
         require_positive("timeout_s", self.timeout_s)
         require_positive("kv_cache_gb", self.kv_cache_gb)
+        require(
+            self.quantization == "none" or self.name == "local",
+            f"quantization = {self.quantization!r} needs name = 'local', not {self.name!r}: "
+            "vLLM is given the weights as they were trained",
+        )
 
 
 @dataclass(frozen=True, slots=True)
