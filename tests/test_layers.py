@@ -93,6 +93,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "report",
         "lab",
         "bench",
+        "run_progress",
         "display",
         "check",
         "api",
