@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "losses",
         "conformance",
         "batch",
+        "reducers",
         "metrics",
         "kl",
         "diagnostics",
