@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from .advantages import AdvantageKind, VarianceOf, group_advantages
 from .errors import GroupsError, StalenessError, Stalled
-from .groups import Group, Groups
+from .group import Group
+from .groups import Groups
 from .metrics import Metrics
 from .types import SCORED_STATUSES, Consumption, Finding, Trajectory
 

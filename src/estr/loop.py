@@ -34,7 +34,8 @@ from .config import Recipe
 from .diagnostics import task_diagnostics
 from .errors import EngineError, EstrError, Interrupted, WeightsError
 from .evaluations import Accuracy, Evaluations, mean_and_interval
-from .groups import Group, Groups
+from .group import Group
+from .groups import Groups
 from .members import Members, finished_trajectories, unpack_members
 from .metrics import Metrics
 from .options.tasks import entries

@@ -61,9 +61,12 @@ function comes on top."""
 
 _WHOLE_RUN = (
     "buffer.py",
+    "deadlines.py",
     "engines",
     "evaluation.py",
+    "group.py",
     "groups.py",
+    "groups_snapshot.py",
     "loop.py",
     "members.py",
     "rollout.py",
