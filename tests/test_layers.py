@@ -78,6 +78,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "warmstart",
         "subject",
         "evaluation_result",
+        "evaluation_rollouts",
         "evaluation",
         "evaluations",
         "evaluator_process",

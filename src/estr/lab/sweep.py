@@ -64,6 +64,7 @@ _WHOLE_RUN = (
     "deadlines.py",
     "engines",
     "evaluation.py",
+    "evaluation_rollouts.py",
     "group.py",
     "groups.py",
     "groups_snapshot.py",
