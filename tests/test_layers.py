@@ -89,6 +89,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     (
         "progress",
+        "run_metrics",
+        "group_endings",
+        "dispatcher",
+        "engine_versions",
         "loop",
         "resume",
         "run",
