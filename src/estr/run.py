@@ -131,11 +131,7 @@ async def _train(
         for log in also:
             stack.callback(log.close)
         reporter.starting()
-        processes: Processes
-        if recipe.placement == "ray":
-            processes = await RayProcesses.start(model, recipe, folder, reporter.message)
-        else:
-            processes = await LocalProcesses.start(model, recipe, folder, replay)
+        processes = await _start(model, recipe, folder, reporter, replay)
         try:
             settings = [
                 RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
@@ -167,6 +163,15 @@ async def _train(
             return await _run(loop, processes, folder, saved)
         finally:
             await processes.close()
+
+
+async def _start(
+    model: Path, recipe: Recipe, folder: RunFolder, reporter: Reporter, replay: Path | None
+) -> Processes:
+    """Engine, trainer and evaluator, where the recipe places them."""
+    if recipe.placement == "ray":
+        return await RayProcesses.start(model, recipe, folder, reporter.message)
+    return await LocalProcesses.start(model, recipe, folder, replay)
 
 
 def _logs(recipe: Recipe, folder: RunFolder) -> list[WandbLog]:
