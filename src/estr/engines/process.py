@@ -22,6 +22,7 @@ from ..types import RolloutId, Segment
 from ..weights import WeightStore
 from ..worker import CpuBudget, Worker, busy_share, require_determinism
 from .interpreter import vllm_process
+from .transfer import TransferStore
 
 if TYPE_CHECKING:
     from .local import LocalEngine
@@ -215,10 +216,14 @@ class EngineHost:
 
     def load(self, number: int, version: int, weights: WeightStore, kv: KVPolicy) -> None:
         try:
-            self._engine.begin_load(version, weights.fetch(version), kv)
+            self._begin_load(version, weights, kv)
             self._loading = (number, version)
         except Exception as error:  # noqa: BLE001 - the caller of a deferred call must hear of it
             self._results.append((number, portable(error)))
+
+    def _begin_load(self, version: int, weights: WeightStore, kv: KVPolicy) -> None:
+        found: Any = weights.offer(version) if isinstance(weights, TransferStore) else None
+        self._engine.begin_load(version, found or weights.fetch(version), kv)
 
     def snapshot(self, number: int) -> None:
         if self._scheduled is None:
