@@ -19,6 +19,7 @@ import os
 import socket
 import threading
 import traceback
+import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,7 @@ class Sender:
         self._means = means
         self._device = device
         self._held: _Held | None = None
+        self._name = uuid.uuid4().hex
         self._listener = socket.socket(socket.AF_UNIX)
         with _address(folder) as address:
             self._listener.bind(address)
@@ -134,7 +136,7 @@ class Sender:
         if asked is None or held is None or held.version != asked["version"]:
             engine.write({"held": None if held is None else held.version})
             return
-        engine.write(held.described())
+        engine.write({"sender": self._name, **held.described()})
         while (message := engine.read()) is not None:
             try:
                 info, act = self._part(message["do"], held.tensors)
@@ -160,6 +162,8 @@ class Offer:
     def __init__(self, connection: socket.socket, lines: _Lines, described: Json) -> None:
         self._connection = connection
         self._lines = lines
+        self.sender: str = described["sender"]
+        """Whom an engine joins once."""
         self.version: int = described["held"]
         self.digest: int = described["digest"]
         names = described["names"]

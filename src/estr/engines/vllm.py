@@ -67,7 +67,8 @@ class VllmEngine:
         self._waiting: dict[RolloutId, Row] = {}
         self._running: dict[str, Row] = {}
         self._pending: tuple[int, State | Offer, KVPolicy] | None = None
-        self._has_joined = False
+        self._joined = ""
+        """The sender that vLLM's worker has met."""
         self._arrivals = itertools.count()
         self._names = itertools.count()
         self._num_loads = 0
@@ -215,10 +216,10 @@ class VllmEngine:
             call("estr_load", args=(version, weights))
             return
         with contextlib.closing(weights):
-            if not self._has_joined:
+            if weights.sender != self._joined:
                 with weights.during("join") as info:
                     call("init_weight_transfer_engine", kwargs={"init_info": info})
-                self._has_joined = True
+                self._joined = weights.sender
             call("estr_watch")
             call("start_weight_update")
             with weights.during("send") as info:
