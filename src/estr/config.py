@@ -36,6 +36,7 @@ from .options.run import (
     SamplingOptions,
     TrainerOptions,
     WandbOptions,
+    check_weight_transfer,
 )
 from .options.suggest import suggest
 from .options.tasks import MIX, entries
@@ -145,6 +146,7 @@ class Recipe:
             f"sampling.max_new_tokens = {self.sampling.max_new_tokens} exceeds "
             f"sampling.max_tokens = {self.sampling.max_tokens}",
         )
+        check_weight_transfer(self.engine, self.trainer)
         self._check_placement()
 
     def _check_placement(self) -> None:

@@ -22,6 +22,7 @@ from ..types import RolloutId, Segment
 from ..weights import State, WeightStore
 from ..worker import CpuBudget, Worker, busy_share, require_determinism
 from .interpreter import vllm_process
+from .transfer import TransferStore
 
 if TYPE_CHECKING:
     from .local import LocalEngine
@@ -221,11 +222,14 @@ class EngineHost:
 
     def load(self, number: int, version: int, weights: WeightStore, kv: KVPolicy) -> None:
         try:
-            state = self._as_drawn_from(weights.fetch(version))
-            self._engine.begin_load(version, state, kv)
+            self._begin_load(version, weights, kv)
             self._loading = (number, version)
         except Exception as error:  # noqa: BLE001 - the caller of a deferred call must hear of it
             self._results.append((number, portable(error)))
+
+    def _begin_load(self, version: int, weights: WeightStore, kv: KVPolicy) -> None:
+        found: Any = weights.offer(version) if isinstance(weights, TransferStore) else None
+        self._engine.begin_load(version, found or self._as_drawn_from(weights.fetch(version)), kv)
 
     def _as_drawn_from(self, state: State) -> State:
         if not self._rounded:
