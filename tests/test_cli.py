@@ -221,9 +221,12 @@ def test_recipes_are_files_or_shipped_names(tmp_path: Path) -> None:
 def test_check_prints_a_recipe(model: Path) -> None:
     result = run("check", "--set", f"model={model}", "--set", "correction.tau=0.5")
     assert result.exit_code == 0, result.stderr
-    assert recipe_from_table(tomllib.loads(result.stdout)) == load_recipe(
-        None, [f"model={model}", "correction.tau=0.5"]
-    )
+    assert tomllib.loads(result.stdout) == {
+        "model": str(model),
+        "correction": {"name": "estr", "tau": 0.5},
+    }
+    place = result.stdout.index("# every other key has its default; --all prints all values\n")
+    assert place < result.stdout.index("# model folder"), "what was set first, then the report"
     notes = [line for line in result.stdout.split("\n") if line.startswith("# ")]
     assert "# gold answers of 8 problems are graded 1" in notes
     assert not [note for note in notes if "empty reply" in note]
@@ -232,6 +235,29 @@ def test_check_prints_a_recipe(model: Path) -> None:
     assert [n for n in notes if n.startswith("# problem")] == [f"# problem {i}:" for i in range(3)]
     assert "#   wrote | [" in result.stdout
     assert "#   read  | " in result.stdout
+
+
+def test_check_prints_all_values_on_demand(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(f'model = "{model}"\n[trainer]\nlr = 1e-3\n')
+    full = run("check", file, "--all", "--set", "steps=3").stdout
+    wanted = load_recipe(file, ["steps=3"])
+    assert tomllib.loads(full) == tomllib.loads(wanted.to_toml())
+    assert "--all" not in full
+    assert "# gold answers of 8 problems are graded 1\n" in full
+    short = run("check", file, "--set", "steps=3").stdout
+    assert tomllib.loads(short) == {"model": str(model), "trainer": {"lr": 1e-3}, "steps": 3}
+    assert recipe_from_table(tomllib.loads(short)) == wanted
+
+
+def test_check_says_whose_problems_it_shows(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "two.toml"
+    tasks = "".join(f'[[task]]\nname = "calculator"\nlabel = "{name}"\n' for name in "ab")
+    file.write_text(f'model = "{model}"\n{tasks}')
+    shown = run("check", file).stdout
+    heads = [line for line in shown.split("\n") if line.startswith("# problem")]
+    assert heads == [f"# problem {number} of {name}:" for name in "ab" for number in range(3)]
+    assert tomllib.loads(shown)["task"][1] == {"name": "calculator", "label": "b"}, "as written"
 
 
 def test_check_colors_what_is_written_and_so_trained_on(

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from . import blocking
 from .chat import Codec
-from .config import Recipe, load_recipe, recipe_from_table
+from .config import Recipe, Table, read_table, recipe_from_table
 from .engine import ScriptedEngine
 from .environment import Task
 from .errors import ConfigError, EstrError
@@ -40,10 +40,12 @@ _GOLD_OUTCOME = 1.0
 
 @dataclass(slots=True)
 class Findings:
-    """notes: what was resolved, a line each. errors: what is wrong, each with its remedy. shown:
-    the first training problems with their gold answers, or only their prompts where there are none;
-    decode turns their token ids into text."""
+    """given: what file and overrides set. recipe: that and the defaults; None: it is wrong. notes:
+    what was resolved, a line each. errors: what is wrong, each with its remedy. shown: the first
+    training problems of each task with their gold answers, or only their prompts where there are
+    none; decode turns their token ids into text."""
 
+    given: Table = field(default_factory=dict)
     recipe: Recipe | None = None
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -63,7 +65,10 @@ class Findings:
 def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
     """Check a recipe file (None: the defaults) with overrides. Never raises for what it finds."""
     findings = Findings()
-    findings.recipe = findings.attempt(lambda: load_recipe(path, overrides))
+    given = findings.attempt(lambda: read_table(path, overrides))
+    if given is not None:
+        findings.given = given
+        findings.recipe = findings.attempt(lambda: recipe_from_table(given))
     if findings.recipe is None:
         _check_tables(path, findings)
         return findings

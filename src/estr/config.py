@@ -185,6 +185,12 @@ def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -
 
     overrides: "a.b=value" strings; the value is read as TOML, or as text where it is not TOML.
     """
+    return recipe_from_table(read_table(path, overrides))
+
+
+def read_table(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Table:
+    """What a recipe file and overrides set, without the defaults and not yet validated. Raises
+    ConfigError where the file cannot be read or an override is of another form."""
     table: Table = {}
     if path is not None:
         try:
@@ -195,7 +201,7 @@ def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -
             raise ConfigError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         _apply_override(table, override)
-    return recipe_from_table(table)
+    return table
 
 
 def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
