@@ -224,6 +224,8 @@ def test_one_of_the_tasks_is_chosen_by_its_label(tmp_path: Path) -> None:
         resolve_play(whole.folder, whole.recipe, temperature=1.0)
     subject = find_subject(run, task="hard", weights="start")
     assert subject.recipe.task == {"name": "calculator", "num_terms": 4}
+    assert subject.label == "hard"
+    assert whole.label is None
     other = find_subject(run, task="lookup", weights="start")
     assert other.recipe.task["name"] == "lookup"
 

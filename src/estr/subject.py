@@ -38,12 +38,14 @@ _VERSION_KEY = "estr_version"
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model folder and the recipe to play it under. run: None for a model of no run. version:
-    None for a model folder that does not say."""
+    None for a model folder that does not say. label: what one task of several is called by; None:
+    by its own name."""
 
     folder: Path
     recipe: Recipe
     run: RunFolder | None
     version: int | None
+    label: str | None = None
 
     def load_model(self) -> Any:
         """The model as the recipe's engine runs it."""
@@ -74,9 +76,12 @@ def find_subject(
     source = os.fspath(source)
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
-    own = {e.label: e.table for e in entries(load_recipe(recipe_file).task)}
+    written = load_recipe(recipe_file)
+    own = {e.label: e.table for e in entries(written.task)}
     chosen = "" if task is None else task
+    label = None
     if chosen in own and len(own) > 1:
+        label = chosen
         overrides = [*_as_overrides(own[chosen]), *overrides]
     elif chosen and chosen not in own:
         if len(own) > 1 and chosen not in TASKS and ":" not in chosen:
@@ -97,9 +102,11 @@ def find_subject(
                 "choose other weights of it (start, best, last)"
             )
         version = stamped_version(folder) if weights == "best" else _final_version(run)
-        return Subject(folder, recipe, run, version)
+        return Subject(folder, recipe, run, version, label)
     if run is not None:
-        return Subject(model_folder(recipe), recipe, run, 0)
+        # A warm start is of a task: of the run's own, whatever task is played now.
+        start = model_folder(dataclasses.replace(written, model=recipe.model))
+        return Subject(start, recipe, run, 0, label)
     recipe = dataclasses.replace(recipe, model=source)
     try:
         folder = model_folder(recipe)
