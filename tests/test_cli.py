@@ -414,6 +414,14 @@ def test_eval_prints_one_object(model: Path) -> None:
     assert found["tokens"] == same.tokens
 
 
+@pytest.mark.parametrize(
+    ("k", "names"), [(1, ["avg@1"]), (3, ["avg@3", "pass@2", "pass@3", "majority@3"])]
+)
+def test_eval_prints_no_figure_twice(model: Path, k: int, names: list[str]) -> None:
+    shown = run("eval", model, "--task", "calculator", "--problems", 2, "--k", k).output
+    assert re.findall(r"^\S+@\d+", shown, re.MULTILINE) == names
+
+
 def test_eval_of_a_run_is_kept_beside_it(runs: Path) -> None:
     shown = run("eval", "small", "--runs", runs)
     assert shown.exit_code == 0, shown.stderr
