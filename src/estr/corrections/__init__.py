@@ -155,7 +155,9 @@ def _build(entry: Mapping[str, Any], place: str) -> Correction:
             f"{place}.name = {name!r}: give the class an attribute Options, the dataclass of "
             "its options (one without fields if it has none)"
         )
-    correction: Correction = cls(read_options(options_class, options, place, of=name))
+    correction: Correction = cls(
+        read_options(options_class, options, place, of=name, taken=["name"])
+    )
     return correction
 
 
