@@ -31,7 +31,7 @@ from estr.ledger import shipped_queries
 from estr.ledger.parts import part_path
 from estr.models import load_model, save_model
 from estr.run_folder import RunFolder
-from estr.subject import stamp_version
+from estr.subject import resolve_plays, stamp_version
 from ledger_cases import write_random_ledger
 
 COMMANDS = [
@@ -361,6 +361,32 @@ def test_check_tries_a_reward_function_on_many_replies_and_on_none(
     assert note is None or re.search(note, "\n".join(findings.notes))
 
 
+@pytest.mark.parametrize("task", ["deep_search", "gsm8k", "math", "test_cli:Talking"])
+def test_messages_need_a_chat_template_before_any_compute(
+    model: Path, tmp_path: Path, task: str
+) -> None:
+    setting = ["--set", f"task={task}", "--set", f"model={model}"]
+    for command in (
+        ["eval", model, "--task", task, "--out", tmp_path / "kept"],
+        ["train", "--runs", tmp_path / "runs", *setting],
+        ["check", *setting],
+    ):
+        result = run(*command)
+        assert result.exit_code == 2
+        assert f"asks in chat messages, and model = {str(model)!r} has no chat" in result.stderr
+        assert result.stderr.count("error: ") == 1
+        assert "an instruct model" in result.stderr
+    assert not (tmp_path / "runs").exists()
+    assert list(tmp_path.glob("kept/*.txt")) == []
+
+
+@pytest.mark.parametrize("task", ["Goldless", "Broken", "Unmade"])
+def test_a_task_that_asks_in_text_or_fails_is_let_through(model: Path, task: str) -> None:
+    recipe = recipe_from_table({"model": str(model), "task": f"test_cli:{task}"})
+    (play,) = resolve_plays(model, recipe, temperature=1.0)
+    assert type(play[0]).__name__ == task
+
+
 def test_check_says_that_a_task_has_no_gold_answers(model: Path) -> None:
     findings = check_recipe(None, [f"model={model}", "task.name=test_cli:Goldless"])
     assert findings.errors == []
@@ -381,6 +407,16 @@ class Disagreeing(CalculatorTask):
 class Broken(CalculatorTask):
     def make(self, split: str, index: int) -> ScriptedEnvironment:
         return ScriptedEnvironment("1=", [RuntimeError("no sandbox")])
+
+
+class Talking(CalculatorTask):
+    def make(self, split: str, index: int) -> ScriptedEnvironment:
+        return ScriptedEnvironment([{"role": "user", "content": "1+2?"}], [Reply(outcome=1.0)])
+
+
+class Unmade(CalculatorTask):
+    def make(self, split: str, index: int) -> ScriptedEnvironment:
+        raise OSError("no sandbox is free")
 
 
 class Empty(CalculatorTask):

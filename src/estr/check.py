@@ -29,6 +29,7 @@ from .machine import check_devices, check_packages
 from .options.tasks import entries
 from .problems import check_curriculum
 from .rollout import RolloutSetting, run_rollout
+from .subject import require_renderable
 from .types import RolloutId, SamplingSettings, Segment, Trajectory
 
 T = TypeVar("T")
@@ -88,6 +89,10 @@ def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
             shown = " or ".join(f"{codec.decode([stop])!r} (token {stop})" for stop in stops)
             findings.notes.append(f"a turn ends at {shown}")
             findings.decode = codec.decode
+            known = len(findings.errors)
+            findings.attempt(partial(require_renderable, task, codec, recipe))
+            if len(findings.errors) > known:
+                continue  # the same would be said of every problem
             _play_gold_answers(recipe, task, codec, stops, findings)
     return findings
 
