@@ -14,7 +14,16 @@ import estr
 from estr import errors
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "errors", "options", "config", "recipe_files", "blocking", "output_files"),
+    (
+        "types",
+        "errors",
+        "options",
+        "config",
+        "recipe_files",
+        "blocking",
+        "own_loop",
+        "output_files",
+    ),
     (
         "tiled_head",
         "logprobs",
