@@ -23,7 +23,7 @@ from estr.cli import _Commands, cli
 from estr.cli.bench import BENCHMARKS
 from estr.cli.options import find_recipe
 from estr.config import load_recipe, recipe_from_table
-from estr.environment import Reply, ScriptedEnvironment
+from estr.environment import Environment, Reply, ScriptedEnvironment
 from estr.environments.calculator import CalculatorOptions, CalculatorTask
 from estr.errors import ConfigError, EngineError, EstrError, Interrupted
 from estr.evaluation import evaluate_model
@@ -387,6 +387,15 @@ def test_a_task_that_asks_in_text_or_fails_is_let_through(model: Path, task: str
     assert type(play[0]).__name__ == task
 
 
+def test_what_a_task_prints_is_no_result(model: Path) -> None:
+    shown = run("eval", model, "--task", "test_cli:Loud", "--problems", 2, "--json")
+    assert json.loads(shown.stdout)["num_problems"] == 2
+    assert "on my way" in shown.stderr
+    checked = run("check", "--set", f"model={model}", "--set", "task=test_cli:Loud")
+    assert tomllib.loads(checked.stdout)["task"] == "test_cli:Loud"
+    assert "on my way" in checked.stderr
+
+
 def test_check_says_that_a_task_has_no_gold_answers(model: Path) -> None:
     findings = check_recipe(None, [f"model={model}", "task.name=test_cli:Goldless"])
     assert findings.errors == []
@@ -412,6 +421,12 @@ class Broken(CalculatorTask):
 class Talking(CalculatorTask):
     def make(self, split: str, index: int) -> ScriptedEnvironment:
         return ScriptedEnvironment([{"role": "user", "content": "1+2?"}], [Reply(outcome=1.0)])
+
+
+class Loud(CalculatorTask):
+    def make(self, split: str, index: int) -> Environment:
+        print("on my way")
+        return super().make(split, index)
 
 
 class Unmade(CalculatorTask):

@@ -35,6 +35,9 @@ T = TypeVar("T")
 MAX_HUNG_CALLS = 64
 """Calls given up that may still be running, in this process."""
 
+_MAX_TOLD = 1000
+"""Characters of a user's error that are told."""
+
 _hung: set[threading.Thread] = set()
 
 
@@ -61,7 +64,7 @@ def import_object(target: str, key: str) -> Any:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(
             f"{key} = {target!r} cannot be imported: {told(error)}; "
             "the module must be importable from where estr is started (see PYTHONPATH)"
@@ -71,14 +74,20 @@ def import_object(target: str, key: str) -> Any:
 
 def told(error: BaseException) -> str:
     """What was raised and, of the user's own code, where: "KeyError: 'x' (my_reward.py, line 7)".
-    Without a place where only libraries are in the traceback."""
+    Without a place where only libraries are in the traceback; cut where it is very long."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - a user's exception may be one that cannot be shown
+        text = f"{type(error).__name__}, which cannot be shown"
+    if len(text) > _MAX_TOLD:
+        text = f"{text[:_MAX_TOLD]}... ({len(text)} characters)"
     folders = [str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib"))]
     own = [
         f" ({Path(frame.filename).name}, line {frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(("<", *folders))
     ]
-    return f"{type(error).__name__}: {error}{own[-1] if own else ''}"
+    return f"{text}{own[-1] if own else ''}"
 
 
 async def call_limited(
@@ -153,7 +162,7 @@ async def _in_thread(work_of: Callable[[], Any], name: str) -> Any:
             failure = error
             if isinstance(error, StopIteration) or not isinstance(error, Exception):
                 # A future cannot hold the first; the others would end the loop, not the call.
-                failure = RuntimeError(f"{type(error).__name__}: {error}")
+                failure = RuntimeError(told(error))
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(report, result, failure)
 

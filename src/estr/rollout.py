@@ -29,6 +29,7 @@ from .chat import Encoding, Transcript
 from .engine import Engine, Request
 from .environment import Action, Environment, Reply, Task
 from .errors import EngineError, EnvError, GraderError, WorkerError
+from .functions import told
 from .options.run import RolloutOptions
 from .own_loop import Watch
 from .rollout_state import RolloutState, pack_reply
@@ -90,8 +91,10 @@ async def run_rollout(
         if task is None or task.cancelling():
             raise
         status, error = "env_error", "the environment raised CancelledError by itself"
-    except Exception as failure:  # noqa: BLE001 - a user's environment may raise anything
-        status, error = "env_error", f"{type(failure).__name__}: {failure}"
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as failure:  # noqa: BLE001 - a user's environment may raise anything
+        status, error = "env_error", told(failure)
     reply = state.replies[-1] if state.ended else None
     outcome, rewards, reward = _score(setting.task, status, reply)
     if reward is not None and (penalty := _overlong_penalty(setting, state)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from typing import TYPE_CHECKING
 
@@ -34,7 +35,8 @@ def check(recipe: str | None, show_all: bool, overrides: tuple[str, ...]) -> Non
     from ..check import check_recipe
     from ..display import printable
 
-    findings = check_recipe(find_recipe(recipe), overrides)
+    with contextlib.redirect_stdout(sys.stderr):  # what a user's own functions print is no recipe
+        findings = check_recipe(find_recipe(recipe), overrides)
     if findings.recipe is not None:
         if show_all:
             click.echo(findings.recipe.to_toml(), nl=False)
