@@ -10,10 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
 from estr.checkpoint import Checkpoints
+from estr.cli import cli
 from estr.config import Recipe, load_recipe
 from estr.errors import CheckpointError, ConfigError, DataError
+from estr.ledger.parts import part_path
 from estr.metrics import MetricsWriter
 from estr.resume import Saved, find_replayed, find_saved, set_aside
 from estr.rollout_state import SegmentPool
@@ -21,6 +24,7 @@ from estr.run import train
 from estr.run_folder import RunFolder
 from estr.runs import first_difference, verify_run
 from estr.schedule import ENGINE_FILE, LOOP_FILE, EventLog, Position
+from ledger_cases import write_random_ledger
 
 Harm = Callable[[Path], object]
 
@@ -312,6 +316,23 @@ def test_verify_sees_files_beside_the_schedule(tmp_path: Path) -> None:
     assert "no checkpoint is left" in faults[0]
     assert "config.toml is not the recipe of the run: steps = 10 (was 9)" in faults[1]
     assert "summary.json is not the summary of a run" in faults[2]
+
+
+@pytest.mark.parametrize("table", ["tokens", "trajectories"])
+def test_verify_reads_every_byte_of_the_ledger(tmp_path: Path, table: str) -> None:
+    """The end of the file is whole: only the checksums of its pages tell."""
+    folder = make_run(tmp_path)
+    write_random_ledger(folder.path, steps=2)
+    assert verify_run(folder.path).faults == []
+    path = part_path(folder.path, table, 1)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 4] ^= 1
+    path.write_bytes(content)
+    (fault,) = verify_run(folder.path).faults
+    assert f"ledger part {path} is absent or torn" in fault
+    shown = CliRunner().invoke(cli, ["runs", "verify", str(folder.path)])
+    assert shown.exit_code == 1
+    assert f"error: {fault}" in shown.output
 
 
 def test_a_run_at_work_is_not_verified(tmp_path: Path) -> None:

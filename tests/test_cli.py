@@ -23,7 +23,7 @@ from estr.cli import _Commands, cli
 from estr.cli.bench import BENCHMARKS
 from estr.cli.options import find_recipe
 from estr.config import load_recipe, recipe_from_table
-from estr.environment import Reply, ScriptedEnvironment
+from estr.environment import Environment, Reply, ScriptedEnvironment
 from estr.environments.calculator import CalculatorOptions, CalculatorTask
 from estr.errors import ConfigError, EngineError, EstrError, Interrupted
 from estr.evaluation import evaluate_model
@@ -31,7 +31,7 @@ from estr.ledger import shipped_queries
 from estr.ledger.parts import part_path
 from estr.models import load_model, save_model
 from estr.run_folder import RunFolder
-from estr.subject import stamp_version
+from estr.subject import resolve_plays, stamp_version
 from ledger_cases import write_random_ledger
 
 COMMANDS = [
@@ -221,9 +221,12 @@ def test_recipes_are_files_or_shipped_names(tmp_path: Path) -> None:
 def test_check_prints_a_recipe(model: Path) -> None:
     result = run("check", "--set", f"model={model}", "--set", "correction.tau=0.5")
     assert result.exit_code == 0, result.stderr
-    assert recipe_from_table(tomllib.loads(result.stdout)) == load_recipe(
-        None, [f"model={model}", "correction.tau=0.5"]
-    )
+    assert tomllib.loads(result.stdout) == {
+        "model": str(model),
+        "correction": {"name": "estr", "tau": 0.5},
+    }
+    place = result.stdout.index("# every other key has its default; --all prints all values\n")
+    assert place < result.stdout.index("# model folder"), "what was set first, then the report"
     notes = [line for line in result.stdout.split("\n") if line.startswith("# ")]
     assert "# gold answers of 8 problems are graded 1" in notes
     assert not [note for note in notes if "empty reply" in note]
@@ -232,6 +235,29 @@ def test_check_prints_a_recipe(model: Path) -> None:
     assert [n for n in notes if n.startswith("# problem")] == [f"# problem {i}:" for i in range(3)]
     assert "#   wrote | [" in result.stdout
     assert "#   read  | " in result.stdout
+
+
+def test_check_prints_all_values_on_demand(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "own.toml"
+    file.write_text(f'model = "{model}"\n[trainer]\nlr = 1e-3\n')
+    full = run("check", file, "--all", "--set", "steps=3").stdout
+    wanted = load_recipe(file, ["steps=3"])
+    assert tomllib.loads(full) == tomllib.loads(wanted.to_toml())
+    assert "--all" not in full
+    assert "# gold answers of 8 problems are graded 1\n" in full
+    short = run("check", file, "--set", "steps=3").stdout
+    assert tomllib.loads(short) == {"model": str(model), "trainer": {"lr": 1e-3}, "steps": 3}
+    assert recipe_from_table(tomllib.loads(short)) == wanted
+
+
+def test_check_says_whose_problems_it_shows(model: Path, tmp_path: Path) -> None:
+    file = tmp_path / "two.toml"
+    tasks = "".join(f'[[task]]\nname = "calculator"\nlabel = "{name}"\n' for name in "ab")
+    file.write_text(f'model = "{model}"\n{tasks}')
+    shown = run("check", file).stdout
+    heads = [line for line in shown.split("\n") if line.startswith("# problem")]
+    assert heads == [f"# problem {number} of {name}:" for name in "ab" for number in range(3)]
+    assert tomllib.loads(shown)["task"][1] == {"name": "calculator", "label": "b"}, "as written"
 
 
 def test_check_colors_what_is_written_and_so_trained_on(
@@ -335,6 +361,41 @@ def test_check_tries_a_reward_function_on_many_replies_and_on_none(
     assert note is None or re.search(note, "\n".join(findings.notes))
 
 
+@pytest.mark.parametrize("task", ["deep_search", "gsm8k", "math", "test_cli:Talking"])
+def test_messages_need_a_chat_template_before_any_compute(
+    model: Path, tmp_path: Path, task: str
+) -> None:
+    setting = ["--set", f"task={task}", "--set", f"model={model}"]
+    for command in (
+        ["eval", model, "--task", task, "--out", tmp_path / "kept"],
+        ["train", "--runs", tmp_path / "runs", *setting],
+        ["check", *setting],
+    ):
+        result = run(*command)
+        assert result.exit_code == 2
+        assert f"asks in chat messages, and model = {str(model)!r} has no chat" in result.stderr
+        assert result.stderr.count("error: ") == 1
+        assert "an instruct model" in result.stderr
+    assert not (tmp_path / "runs").exists()
+    assert list(tmp_path.glob("kept/*.txt")) == []
+
+
+@pytest.mark.parametrize("task", ["Goldless", "Broken", "Unmade"])
+def test_a_task_that_asks_in_text_or_fails_is_let_through(model: Path, task: str) -> None:
+    recipe = recipe_from_table({"model": str(model), "task": f"test_cli:{task}"})
+    (play,) = resolve_plays(model, recipe, temperature=1.0)
+    assert type(play[0]).__name__ == task
+
+
+def test_what_a_task_prints_is_no_result(model: Path) -> None:
+    shown = run("eval", model, "--task", "test_cli:Loud", "--problems", 2, "--json")
+    assert json.loads(shown.stdout)["num_problems"] == 2
+    assert "on my way" in shown.stderr
+    checked = run("check", "--set", f"model={model}", "--set", "task=test_cli:Loud")
+    assert tomllib.loads(checked.stdout)["task"] == "test_cli:Loud"
+    assert "on my way" in checked.stderr
+
+
 def test_check_says_that_a_task_has_no_gold_answers(model: Path) -> None:
     findings = check_recipe(None, [f"model={model}", "task.name=test_cli:Goldless"])
     assert findings.errors == []
@@ -355,6 +416,22 @@ class Disagreeing(CalculatorTask):
 class Broken(CalculatorTask):
     def make(self, split: str, index: int) -> ScriptedEnvironment:
         return ScriptedEnvironment("1=", [RuntimeError("no sandbox")])
+
+
+class Talking(CalculatorTask):
+    def make(self, split: str, index: int) -> ScriptedEnvironment:
+        return ScriptedEnvironment([{"role": "user", "content": "1+2?"}], [Reply(outcome=1.0)])
+
+
+class Loud(CalculatorTask):
+    def make(self, split: str, index: int) -> Environment:
+        print("on my way")
+        return super().make(split, index)
+
+
+class Unmade(CalculatorTask):
+    def make(self, split: str, index: int) -> ScriptedEnvironment:
+        raise OSError("no sandbox is free")
 
 
 class Empty(CalculatorTask):
@@ -386,6 +463,14 @@ def test_eval_prints_one_object(model: Path) -> None:
     assert {"avg_at_k", "intervals", "failures"} <= found.keys()
     same = evaluate_model(model, problems=4, k=3)
     assert found["tokens"] == same.tokens
+
+
+@pytest.mark.parametrize(
+    ("k", "names"), [(1, ["avg@1"]), (3, ["avg@3", "pass@2", "pass@3", "majority@3"])]
+)
+def test_eval_prints_no_figure_twice(model: Path, k: int, names: list[str]) -> None:
+    shown = run("eval", model, "--task", "calculator", "--problems", 2, "--k", k).output
+    assert re.findall(r"^\S+@\d+", shown, re.MULTILINE) == names
 
 
 def test_eval_of_a_run_is_kept_beside_it(runs: Path) -> None:

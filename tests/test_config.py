@@ -235,6 +235,37 @@ def test_what_reshapes_the_distribution_is_refused_with_the_reason(key):
         assert "training draws from the whole distribution" in refusal(table)
 
 
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"eval": {"problm": 2}}, "unknown key eval.problm; did you mean eval.problems?"),
+        ({"task": {"nam": "lookup"}}, "task has no name, but 'nam'; did you mean task.name?"),
+        (
+            {"task": ["lookup", {"naem": "lookup"}]},
+            "task[1] has no name, but 'naem'; did you mean task[1].name?",
+        ),
+        (
+            {"correction": ["estr", {"nmae": "tis"}]},
+            "correction[1] has no name, but 'nmae'; did you mean correction[1].name?",
+        ),
+        (
+            {"correction": {"name": "estr", "nam": "tis"}},
+            "unknown key correction.nam of estr; did you mean correction.name?",
+        ),
+        (
+            {"correction": {"name": "estr", "clip_hig": 0.2}},
+            "unknown key correction.clip_hig of estr; did you mean correction.clip_high?",
+        ),
+        # lora.rank and correction.beta are nearer, but elsewhere.
+        ({"trainer": {"ransk": 2}}, "unknown key trainer.ransk; did you mean trainer.ranks?"),
+        ({"trainer": {"betsa": 2}}, "unknown key trainer.betsa; did you mean trainer.betas?"),
+        ({"samplin": {"temperature": 1}}, "unknown key samplin; did you mean sampling?"),
+    ],
+)
+def test_the_nearest_key_of_the_place_is_suggested(table, message):
+    assert refusal(table) == message
+
+
 def test_a_key_like_no_other_gets_the_list():
     assert refusal({"loss": {"zzzz": 1}}) == (
         "unknown key loss.zzzz; known here: advantage, aggregation, variance_of"

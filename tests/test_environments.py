@@ -92,6 +92,10 @@ def test_a_class_of_ones_own_is_named_by_module_and_class() -> None:
             "known: arithmetic, calculator, countdown, data, deep_search, gsm8k, lookup, math",
         ),
         ({"num_terms": 3}, "has no name"),
+        (
+            {"name": "calculator", "nam": "lookup"},
+            r"unknown key task\.nam of calculator; did you mean task\.name\?",
+        ),
         ({"name": "no_such_module:Task"}, "cannot be imported"),
         ({"name": f"{__name__}:NoSuchTask"}, "cannot be imported"),
         ({"name": f"{__name__}:TaskWithoutOptions"}, "has no attribute Options"),

@@ -33,6 +33,7 @@ from estr.evaluation import (
     EvaluatorHost,
     compare_models,
     evaluate_model,
+    sample_rollouts,
 )
 from estr.evaluation_records import RolloutRecord, open_rollouts, weights_digest
 from estr.evaluation_result import compare
@@ -572,6 +573,39 @@ def test_a_label_that_a_run_of_several_tasks_does_not_have_is_refused(
         find_subject("r", task="esay", weights="start", runs=tmp_path)
     start = find_subject("r", task="countdown", weights="start", runs=tmp_path)
     assert start.recipe.task == {"name": "countdown"}
+
+
+def test_one_of_several_tasks_is_reported_by_its_label(folder: Path, tmp_path: Path) -> None:
+    tasks = [{"name": "calculator", "label": n, "digits": d} for n, d in (("easy", 1), ("hard", 2))]
+    recipe = recipe_from_table({"name": "r", "model": str(folder), "task": tasks})
+    RunFolder.create(recipe, tmp_path)
+    for label in ("easy", "hard"):
+        found = evaluate_model("r", task=label, problems=2, weights="start", runs=tmp_path)
+        assert (found.task, found.to_json()["task"]) == (label, label)
+    (shown,), _ = sample_rollouts(find_subject("r", task="hard", weights="start", runs=tmp_path), 1)
+    assert shown.task == "hard"
+    first, second, difference = compare_models(
+        "r", folder, task="hard", problems=2, weights="start", runs=tmp_path
+    )
+    assert (first.task, second.task, difference.difference) == ("hard", "hard", 0.0)
+    shipped = evaluate_model("r", task="calculator", problems=2, weights="start", runs=tmp_path)
+    assert shipped.task == "calculator"
+
+
+def test_a_run_started_from_the_warm_start_of_its_own_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    own = {"name": "calculator", "digits": 1}
+    setting = warmstart.parse_warm_start("warmstart")
+    assert setting is not None
+    made = warmstart.cached_folder(own, setting)
+    made.mkdir(parents=True)
+    (made / "record.json").write_text("{}")
+    RunFolder.create(recipe_from_table({"name": "r", "model": "warmstart", "task": own}), tmp_path)
+    start = find_subject("r", task="lookup", weights="start", runs=tmp_path)
+    assert start.folder == made, "and none is made of the task that is played"
+    assert start.recipe.task == {"name": "lookup"}
 
 
 def test_what_is_neither_run_nor_model_is_named(tmp_path: Path) -> None:

@@ -14,7 +14,16 @@ import estr
 from estr import errors
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("types", "errors", "options", "config", "recipe_files", "blocking", "output_files"),
+    (
+        "types",
+        "errors",
+        "options",
+        "config",
+        "recipe_files",
+        "blocking",
+        "own_loop",
+        "output_files",
+    ),
     (
         "tiled_head",
         "logprobs",
@@ -129,8 +138,8 @@ EXPORTS: dict[str, str] = {
     "estr.diagnostics": "token_diagnostics trajectory_diagnostics",
     "estr.engine": "Engine Request ScriptedEngine",
     "estr.environment": "Action Environment Reply ScriptedEnvironment Task",
-    "estr.ledger": "LedgerWriter find_parts missing_parts open_ledger parts_up_to read_step "
-    "supersede_after",
+    "estr.ledger": "LedgerWriter damaged_parts find_parts missing_parts open_ledger parts_up_to "
+    "read_step supersede_after",
     "estr.losses": "PolicyLoss policy_loss estr_loss",
     "estr.metrics": "Metrics MetricsWriter read_metrics supersede_after",
     "estr.replay": "Gradients Replay judge replay_corrections replay_gradients",

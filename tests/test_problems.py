@@ -208,9 +208,11 @@ def test_check_looks_at_every_task(tmp_path: Path) -> None:
     assert findings.errors == []
     assert "groups are mixed by weight: easy 75%, hard 25%" in findings.notes
     assert {t.task for t in findings.shown} == {"easy", "hard"}
-    broken = recipe_from_table({"task": ["calculator", {"name": "lookup", "num_hopps": 2}]})
-    file.write_text(broken.to_toml())
-    assert any("num_hops" in error for error in check_recipe(file).errors)
+    for wrong, right in (("num_hopps", "num_hops"), ("labl", "label"), ("weigt", "weight")):
+        broken = recipe_from_table({"task": ["calculator", {"name": "lookup", wrong: 2}]})
+        file.write_text(broken.to_toml())
+        (error,) = check_recipe(file).errors
+        assert f"unknown key task[1].{wrong} of lookup; did you mean task[1].{right}?" in error
 
 
 def test_one_of_the_tasks_is_chosen_by_its_label(tmp_path: Path) -> None:
@@ -223,6 +225,8 @@ def test_one_of_the_tasks_is_chosen_by_its_label(tmp_path: Path) -> None:
         resolve_play(whole.folder, whole.recipe, temperature=1.0)
     subject = find_subject(run, task="hard", weights="start")
     assert subject.recipe.task == {"name": "calculator", "num_terms": 4}
+    assert subject.label == "hard"
+    assert whole.label is None
     other = find_subject(run, task="lookup", weights="start")
     assert other.recipe.task["name"] == "lookup"
 

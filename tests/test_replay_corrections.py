@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -407,7 +408,7 @@ def trainer_after(run: RunFolder, correction: dict[str, Any]) -> Trainer:
     from estr.replay.gradients import trainer_at, weights_there
 
     recipe = replace(load_recipe(run.path / "config.toml"), correction=(correction,))
-    return trainer_at(recipe, weights_there(run)[2])
+    return trainer_at(recipe, weights_there(run)[0][2])
 
 
 def test_the_first_step_was_taken_at_the_weights_of_the_start(trained: RunFolder) -> None:
@@ -425,6 +426,23 @@ def test_steps_without_weights_are_named_with_the_nearest(trained: RunFolder) ->
         replay_gradients(trained.path, ["none"], step=2)
     with pytest.raises(DataError, match="step 8 is not in the ledger"):
         replay_gradients(trained.path, ["none"], step=8)
+
+
+def test_torn_checkpoints_are_named(trained: RunFolder, tmp_path: Path) -> None:
+    run = RunFolder(tmp_path / "torn")
+    shutil.copytree(trained.path, run.path)
+    (torn,) = run.checkpoints.iterdir()
+    weights = torn / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    found = replay_gradients(run.path, ["none"])
+    assert (found.step, found.version) == (1, 0), "the weights of the start are left"
+    assert found.passed_over == (f"{weights} is not what its manifest says",)
+    assert found.to_json()["passed_over"] == list(found.passed_over)
+    shown = CliRunner().invoke(cli, ["replay", str(run.path), "-c", "none", "--gradients"])
+    assert f"passed over, so not among the weights to choose from: {weights}" in shown.output
+    with pytest.raises(DataError, match=r"holds the weights of version 0; .*; passed over: .*torn"):
+        replay_gradients(run.path, ["none"], step=3)
+    assert replay_gradients(trained.path, ["none"]).passed_over == ()
 
 
 def test_log_probs_of_other_weights_are_refused(model: Path, tmp_path: Path) -> None:

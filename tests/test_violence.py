@@ -9,12 +9,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import make_dataclass
 from pathlib import Path
 
 import pytest
 
 from estr.checkpoint import verify
 from estr.config import load_recipe
+from estr.corrections import build_correction
 from estr.engine import ScriptedEngine
 from estr.environment import Reply, ScriptedEnvironment
 from estr.environments import build_task
@@ -34,6 +36,15 @@ SMALL = [
     "eval.final_problems=4",
     "checkpoint.every_steps=2",
 ]
+
+
+class Odd(BaseException):
+    pass
+
+
+class Unshown(Exception):
+    def __str__(self) -> str:
+        raise ValueError("what should I say")
 
 
 async def play(environment: object) -> Trajectory:
@@ -62,6 +73,10 @@ async def play(environment: object) -> Trajectory:
         (None, "env_error", "must return a Reply, not None"),
         ("text", "env_error", "must return a Reply, not 'text'"),
         (asyncio.CancelledError(), "env_error", "raised CancelledError by itself"),
+        (SystemExit(3), "env_error", "SystemExit: 3 (test_violence.py, line "),
+        (Odd("odd"), "env_error", "Odd: odd (test_violence.py, line "),
+        (Unshown(), "env_error", "Unshown, which cannot be shown (test_violence.py, line "),
+        (ValueError("x" * 5_000_000), "env_error", "x... (5000012 characters) (test_violence.py"),
     ],
 )
 async def test_what_is_no_result_is_a_failure_not_a_reward(
@@ -98,10 +113,40 @@ def test_a_module_that_breaks_on_import_is_a_config_error(
 ) -> None:
     (tmp_path / "breaks_on_import.py").write_text("1 / 0\n")
     (tmp_path / "is_no_python.py").write_text("def (\n")
+    (tmp_path / "leaves_on_import.py").write_text("raise SystemExit(3)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for module in ("breaks_on_import", "is_no_python"):
+    for module in ("breaks_on_import", "is_no_python", "leaves_on_import"):
         with pytest.raises(ConfigError, match=f"{module}.*cannot be imported"):
             build_task({"name": f"{module}:Task"})
+        with pytest.raises(ConfigError, match=f"{module}.*cannot be imported"):
+            build_correction([{"name": f"{module}:Correction"}])
+
+
+class Faulty:
+    """A correction that raises."""
+
+    Options = make_dataclass("Options", [])
+    needs = frozenset[str]()
+
+    def __init__(self, options: object) -> None:
+        pass
+
+    def __call__(self, columns: object) -> object:
+        raise self.error
+
+
+class Leaving(Faulty):
+    error: BaseException = SystemExit(3)
+
+
+class Dividing(Faulty):
+    error: BaseException = ZeroDivisionError("by 0")
+
+
+@pytest.mark.parametrize(("name", "words"), [("Leaving", "SystemExit: 3"), ("Dividing", "by 0")])
+def test_a_correction_that_raises_is_a_config_error(name: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=f"{name} fails on one made-up token: .*{words}"):
+        build_correction([{"name": f"test_violence:{name}"}])
 
 
 def test_runs_that_cannot_be_made_are_errors_not_loops(tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ INTRODUCTION = """\
 This page is written by `python tools/config_docs.py` from the code; a test keeps it current.
 
 A recipe is a TOML file. Defaults come first, then the file, then `--set KEY=VALUE`, the later one
-winning. Unknown keys are refused at every level. `estr check RECIPE` prints a recipe as resolved.
+winning. Unknown keys are refused at every level. `estr check RECIPE --all` prints all values.
 A table is written as `[trainer]` in the file and as `trainer.lr=...` on the command line.
 """
 

@@ -151,12 +151,14 @@ def export_adapter(
     recipe = subject.recipe
     if subject.run is None or recipe.lora.rank == 0:
         raise ConfigError(f"{os.fspath(run)} has no adapters: it is no run with lora.rank above 0")
-    there = {v: path for v, path in weights_there(subject.run).items() if path is not None}
+    found, passed_over = weights_there(subject.run)
+    there = {v: path for v, path in found.items() if path is not None}
     if subject.version not in there:
         held = ", ".join(map(str, sorted(there))) or "none"
         raise DataError(
             f"the {which} weights of {subject.run.path} are version {subject.version}, and its "
             f"checkpoints hold {held}; take --which last, or train with a larger checkpoint.keep"
+            + "".join(f"; passed over: {reason}" for reason in passed_over)
         )
     state = load_file(there[subject.version] / "model.safetensors")
     aside = folder.with_name(f".{folder.name}.{os.getpid()}")

@@ -45,6 +45,10 @@ class Codec:
             return self.encode(self.render(cast("Sequence[Message]", prompt)))
         return self._ids(prompt)
 
+    def can_render(self, prompt: Prompt) -> bool:
+        """Text and ids always; messages if the tokenizer has a chat template."""
+        return not _is_messages(prompt) or bool(self._tokenizer.chat_template)
+
     def encode_observation(self, observation: Prompt, last_id: int | None = None) -> list[int]:
         """What goes behind a turn: text and ids as in a prompt; messages as the template renders
         all of them behind an assistant turn, the turn's own end and the opening of the next one

@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from . import blocking
 from .chat import Codec
-from .config import Recipe, load_recipe, recipe_from_table
+from .config import Recipe, Table, read_table, recipe_from_table
 from .engine import ScriptedEngine
 from .environment import Task
 from .errors import ConfigError, EstrError
@@ -29,6 +29,7 @@ from .machine import check_devices, check_packages
 from .options.tasks import entries
 from .problems import check_curriculum
 from .rollout import RolloutSetting, run_rollout
+from .subject import require_renderable
 from .types import RolloutId, SamplingSettings, Segment, Trajectory
 
 T = TypeVar("T")
@@ -40,10 +41,12 @@ _GOLD_OUTCOME = 1.0
 
 @dataclass(slots=True)
 class Findings:
-    """notes: what was resolved, a line each. errors: what is wrong, each with its remedy. shown:
-    the first training problems with their gold answers, or only their prompts where there are none;
-    decode turns their token ids into text."""
+    """given: what file and overrides set. recipe: that and the defaults; None: it is wrong. notes:
+    what was resolved, a line each. errors: what is wrong, each with its remedy. shown: the first
+    training problems of each task with their gold answers, or only their prompts where there are
+    none; decode turns their token ids into text."""
 
+    given: Table = field(default_factory=dict)
     recipe: Recipe | None = None
     notes: list[str] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
@@ -63,7 +66,10 @@ class Findings:
 def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
     """Check a recipe file (None: the defaults) with overrides. Never raises for what it finds."""
     findings = Findings()
-    findings.recipe = findings.attempt(lambda: load_recipe(path, overrides))
+    given = findings.attempt(lambda: read_table(path, overrides))
+    if given is not None:
+        findings.given = given
+        findings.recipe = findings.attempt(lambda: recipe_from_table(given))
     if findings.recipe is None:
         _check_tables(path, findings)
         return findings
@@ -83,6 +89,10 @@ def check_recipe(path: Path | None, overrides: Sequence[str] = ()) -> Findings:
             shown = " or ".join(f"{codec.decode([stop])!r} (token {stop})" for stop in stops)
             findings.notes.append(f"a turn ends at {shown}")
             findings.decode = codec.decode
+            known = len(findings.errors)
+            findings.attempt(partial(require_renderable, task, codec, recipe))
+            if len(findings.errors) > known:
+                continue  # the same would be said of every problem
             _play_gold_answers(recipe, task, codec, stops, findings)
     return findings
 

@@ -14,7 +14,7 @@ import dataclasses
 import re
 import tomllib
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -38,7 +38,7 @@ from .options.run import (
     WandbOptions,
     check_weight_transfer,
 )
-from .options.suggest import suggest
+from .options.suggest import nameless, suggest
 from .options.tasks import MIX, entries
 
 T = TypeVar("T")
@@ -187,6 +187,12 @@ def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -
 
     overrides: "a.b=value" strings; the value is read as TOML, or as text where it is not TOML.
     """
+    return recipe_from_table(read_table(path, overrides))
+
+
+def read_table(path: str | Path | None = None, overrides: Iterable[str] = ()) -> Table:
+    """What a recipe file and overrides set, without the defaults and not yet validated. Raises
+    ConfigError where the file cannot be read or an override is of another form."""
     table: Table = {}
     if path is not None:
         try:
@@ -197,7 +203,7 @@ def load_recipe(path: str | Path | None = None, overrides: Iterable[str] = ()) -
             raise ConfigError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         _apply_override(table, override)
-    return recipe_from_table(table)
+    return table
 
 
 def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
@@ -244,21 +250,31 @@ def correction_options(entry: Mapping[str, Any], place: str = "correction") -> A
     if name not in CORRECTION_OPTIONS:
         remedy = suggest(name, CORRECTION_OPTIONS, {}, "")
         raise ConfigError(f"{place}.name = {name!r} is unknown; {remedy}")
-    return read_options(CORRECTION_OPTIONS[name], options, place, of=name)
+    return read_options(CORRECTION_OPTIONS[name], options, place, of=name, taken=["name"])
 
 
-def read_options(cls: type[T], table: Mapping[str, Any], place: str, *, of: str = "") -> T:
+def read_options(
+    cls: type[T],
+    table: Mapping[str, Any],
+    place: str,
+    *,
+    of: str = "",
+    taken: Collection[str] = (),
+) -> T:
     """A table as the dataclass `cls`: unknown keys refused at every level, types checked, the
     dataclass's own checks run. `place` is the table's path in messages, `of` the name of the thing
-    whose options they are. Raises ConfigError."""
-    _refuse_unknown(cls, table, place, of)
+    whose options they are, `taken` the keys that were taken out of the table before. Raises
+    ConfigError."""
+    _refuse_unknown(cls, table, place, of, taken)
     try:
         return msgspec.convert(dict(table), cls)
     except msgspec.ValidationError as error:
         raise ConfigError(_explain(str(error), cls, table, place)) from error
 
 
-def _refuse_unknown(cls: Any, table: Mapping[str, Any], place: str, of: str) -> None:
+def _refuse_unknown(
+    cls: Any, table: Mapping[str, Any], place: str, of: str = "", taken: Collection[str] = ()
+) -> None:
     if not isinstance(table, Mapping):
         raise ConfigError(f"{place or 'the recipe'} must be a table, not {table!r}")
     hints = typing.get_type_hints(cls)
@@ -266,9 +282,9 @@ def _refuse_unknown(cls: Any, table: Mapping[str, Any], place: str, of: str) -> 
     for key, value in table.items():
         if key not in hints:
             unknown = f"unknown key {at}{key}" + (f" of {of}" if of else "")
-            raise ConfigError(f"{unknown}; {suggest(key, hints, _homes(), at)}")
+            raise ConfigError(f"{unknown}; {suggest(key, [*hints, *taken], _homes(), at)}")
         if dataclasses.is_dataclass(hints[key]):
-            _refuse_unknown(hints[key], value, at + key, "")
+            _refuse_unknown(hints[key], value, at + key)
 
 
 def _homes() -> dict[str, list[str]]:
@@ -365,7 +381,7 @@ def _named(entry: Any, place: str) -> Table:
     if place == "task" and "path" in entry:
         entry = {"name": "data", **entry}  # a file of one's own needs no more than its path
     if not isinstance(entry.get("name"), str):
-        raise ConfigError(f"{place} has no name; say {place}.name = ...")
+        raise ConfigError(nameless(place, entry))
     return dict(entry)
 
 

@@ -93,9 +93,12 @@ def eval_lines(result: EvalResult) -> Iterator[tuple[str, str]]:
     low, high = result.avg_interval
     yield f"avg@{result.k}", f"{result.avg_at_k:.4f}  [{low:.4f}, {high:.4f}]"
     for size, value in result.pass_at_k.items():
+        if size == 1:  # the same figure as avg@k, whatever k
+            continue
         low, high = result.pass_intervals[size]
         yield f"pass@{size}", f"{value:.4f}  [{low:.4f}, {high:.4f}]"
-    if result.majority_at_k is not None and result.majority_interval is not None:
+    voted = result.k > 1  # one rollout is no vote
+    if voted and result.majority_at_k is not None and result.majority_interval is not None:
         low, high = result.majority_interval
         yield f"majority@{result.k}", f"{result.majority_at_k:.4f}  [{low:.4f}, {high:.4f}]"
     if result.measures:

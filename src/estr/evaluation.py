@@ -103,10 +103,8 @@ def compare_models(
     ]
     second = find_subject(against, overrides=same_task, weights=weights, runs=runs)
     own = dataclasses.replace(recipe, model=second.recipe.model)
-    results = [
-        _evaluate_subject(subject, out)
-        for subject in (first, dataclasses.replace(second, recipe=own))
-    ]
+    second = dataclasses.replace(second, recipe=own, label=first.label)
+    results = [_evaluate_subject(subject, out) for subject in (first, second)]
     return results[0], results[1], compare(results[0], results[1])
 
 
@@ -179,13 +177,16 @@ def sample_rollouts(
 
 
 def _setting(subject: Subject) -> RolloutSetting:
-    return build_setting(
+    setting = build_setting(
         subject.load_model(),
         subject.folder,
         subject.recipe,
         version=subject.version or 0,
         temperature=subject.recipe.eval.temperature,
     )
+    if subject.label is not None:
+        setting.task.name = subject.label
+    return setting
 
 
 class EvaluatorHost:

@@ -4,8 +4,9 @@
     value = await call_limited(reward, ("24",), {}, timeout_s=10.0)
 
 An ordinary function runs in a thread of its own, so that neither a slow one nor a hung one stops
-the rollouts of others; a coroutine function runs on the loop. Threads cannot be killed: a call that
-is given up goes on in its thread until it returns, and no further call is made while too many do.
+the rollouts of others; a coroutine function on a loop that it shares with its like (`own_loop`).
+Threads cannot be killed: a call that is given up goes on in its thread until it returns, and no
+further call is made while too many do.
 """
 
 from __future__ import annotations
@@ -18,15 +19,24 @@ import os
 import sys
 import sysconfig
 import threading
+import time
 import traceback
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+from . import own_loop
 from .errors import ConfigError
+from .own_loop import OwnLoop
+
+T = TypeVar("T")
 
 MAX_HUNG_CALLS = 64
 """Calls given up that may still be running, in this process."""
+
+_MAX_TOLD = 1000
+"""Characters of a user's error that are told."""
 
 _hung: set[threading.Thread] = set()
 
@@ -54,7 +64,7 @@ def import_object(target: str, key: str) -> Any:
         found = importlib.import_module(module)
         for part in attribute.split("."):
             found = getattr(found, part)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(
             f"{key} = {target!r} cannot be imported: {told(error)}; "
             "the module must be importable from where estr is started (see PYTHONPATH)"
@@ -64,14 +74,20 @@ def import_object(target: str, key: str) -> Any:
 
 def told(error: BaseException) -> str:
     """What was raised and, of the user's own code, where: "KeyError: 'x' (my_reward.py, line 7)".
-    Without a place where only libraries are in the traceback."""
+    Without a place where only libraries are in the traceback; cut where it is very long."""
+    try:
+        text = f"{type(error).__name__}: {error}"
+    except Exception:  # noqa: BLE001 - a user's exception may be one that cannot be shown
+        text = f"{type(error).__name__}, which cannot be shown"
+    if len(text) > _MAX_TOLD:
+        text = f"{text[:_MAX_TOLD]}... ({len(text)} characters)"
     folders = [str(Path(__file__).parent), *map(sysconfig.get_path, ("stdlib", "purelib"))]
     own = [
         f" ({Path(frame.filename).name}, line {frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(("<", *folders))
     ]
-    return f"{type(error).__name__}: {error}{own[-1] if own else ''}"
+    return f"{text}{own[-1] if own else ''}"
 
 
 async def call_limited(
@@ -87,39 +103,49 @@ async def call_limited(
     """
     named = dict(kwargs or {})
     call = asyncio.timeout(timeout_s)
+    loop: OwnLoop | None = None
+    began = time.monotonic()
     try:
         async with call:
-            if inspect.iscoroutinefunction(function):
-                return await _awaited(function(*args, **named))
-            result = await _in_thread(function, args, named)
-            return await _awaited(result) if inspect.isawaitable(result) else result
+            begin = partial(function, *args, **named)
+            if not inspect.iscoroutinefunction(function):
+                result = await _in_thread(begin, _name(function))
+                if not inspect.isawaitable(result):
+                    return result
+                begin = partial(_itself, result)
+            _require_few_hung()
+            loop = own_loop.running_loop()
+            return await loop.call(begin, _name(function))
     except TimeoutError as error:
         if not call.expired():  # the function's own
             raise
-        raise CallTimeout(f"no answer within {timeout_s:g} s") from error
+        raise CallTimeout(f"no answer within {timeout_s:g} s{_blame(loop, began)}") from error
 
 
-async def _awaited(made: Awaitable[Any]) -> Any:
-    """What it comes to. Some of what it may raise would end the loop, or pass for the caller's own
-    cancellation."""
-    try:
-        return await made
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        raise RuntimeError("CancelledError, although nobody cancelled it") from error
+def _itself(value: T) -> T:
+    return value
 
 
-async def _in_thread(
-    function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Any:
-    """In a daemon thread: a pool would be used up by calls that hang, and joined at exit."""
+def _blame(loop: OwnLoop | None, since: float) -> str:
+    """Who else held the loop of a call that was given up; one that is held still is left behind."""
+    if loop is None:
+        return ""
+    if loop.watch.is_held():
+        own_loop.leave_behind(loop)
+        _hung.add(loop.thread)
+    holder = loop.watch.holder(since)
+    return "" if holder is None else f"; {own_loop.held(*holder)}"
+
+
+def _require_few_hung() -> None:
     _hung.difference_update([thread for thread in _hung if not thread.is_alive()])
     if len(_hung) >= MAX_HUNG_CALLS:
         raise CallTimeout(f"{len(_hung)} earlier calls of one's own functions never returned")
+
+
+async def _in_thread(work_of: Callable[[], Any], name: str) -> Any:
+    """In a daemon thread: a pool would be used up by calls that hang, and joined at exit."""
+    _require_few_hung()
     loop = asyncio.get_running_loop()
     done: asyncio.Future[Any] = loop.create_future()
 
@@ -131,16 +157,16 @@ async def _in_thread(
         result: Any = None
         failure: BaseException | None = None
         try:
-            result = function(*args, **kwargs)
+            result = work_of()
         except BaseException as error:  # noqa: BLE001 - handed to the caller
             failure = error
             if isinstance(error, StopIteration) or not isinstance(error, Exception):
                 # A future cannot hold the first; the others would end the loop, not the call.
-                failure = RuntimeError(f"{type(error).__name__}: {error}")
+                failure = RuntimeError(told(error))
         with contextlib.suppress(RuntimeError):  # the loop has ended meanwhile
             loop.call_soon_threadsafe(report, result, failure)
 
-    thread = threading.Thread(target=work, daemon=True, name=f"estr {_name(function)}")
+    thread = threading.Thread(target=work, daemon=True, name=f"estr {name}")
     thread.start()
     try:
         return await done

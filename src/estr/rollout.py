@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -29,11 +29,14 @@ from .chat import Encoding, Transcript
 from .engine import Engine, Request
 from .environment import Action, Environment, Reply, Task
 from .errors import EngineError, EnvError, GraderError, WorkerError
+from .functions import told
 from .options.run import RolloutOptions
+from .own_loop import Watch
 from .rollout_state import RolloutState, pack_reply
 from .types import RolloutId, SamplingSettings, Segment, Status, Trajectory
 
-T = TypeVar("T")
+_watch = Watch()
+"""Tells environments that hold the event loop of all rollouts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +125,10 @@ async def _end(
         if task is None or task.cancelling():
             raise
         return "env_error", "the environment raised CancelledError by itself"
-    except Exception as failure:  # noqa: BLE001 - a user's environment may raise anything
-        return "env_error", f"{type(failure).__name__}: {failure}"
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as failure:  # noqa: BLE001 - a user's environment may raise anything
+        return "env_error", told(failure)
 
 
 class _NotRestored(Exception):
@@ -147,11 +152,11 @@ async def _run(
             state.add_context(transcript.ids, setting.sampling.max_tokens)
         return await _play(setting, environment, transcript, state, rollout_id, deadline_version)
     finally:
-        await _limited(environment.close(), setting.limits.step_timeout_s, "close")
+        await _limited(environment, "close", setting.limits)
 
 
 async def _begin(setting: RolloutSetting, environment: Environment) -> Transcript:
-    prompt = await _limited(environment.start(), setting.limits.step_timeout_s, "start")
+    prompt = await _limited(environment, "start", setting.limits)
     transcript = Transcript(setting.codec, prompt)
     if not transcript.ids:
         raise EnvError("the prompt is empty: a model needs at least one token to go on from")
@@ -171,7 +176,7 @@ async def _restore(
         raise _NotRestored
     for drawn, saved in zip(state.written(), state.replies, strict=False):
         action = _action(setting.codec, drawn, setting.sampling)
-        reply = await _limited(environment.step(action), setting.limits.step_timeout_s, "step")
+        reply = await _limited(environment, "step", setting.limits, action)
         _check_reply(reply)
         if pack_reply(reply) != pack_reply(saved):
             raise _NotRestored
@@ -199,7 +204,7 @@ async def _play(
             raise EngineError(f"{rollout_id}: the engine aborted the request")
         clock = time.monotonic()
         action = _action(setting.codec, drawn, setting.sampling)
-        reply = await _limited(environment.step(action), limits.step_timeout_s, "step")
+        reply = await _limited(environment, "step", limits, action)
         state.environment_s += time.monotonic() - clock
         _check_reply(reply)
         read = None
@@ -279,10 +284,13 @@ def _action(codec: Encoding, drawn: Segment, sampling: SamplingSettings) -> Acti
     return Action(text=codec.decode(shown), token_ids=tuple(ids), finish_reason=reason)
 
 
-async def _limited(awaitable: Awaitable[T], timeout_s: float, what: str) -> T:
+async def _limited(environment: Environment, what: str, limits: RolloutOptions, *args: Any) -> Any:
+    """What that method of the environment comes to in time. Raises EnvError where it does not."""
+    timeout_s = limits.step_timeout_s
+    made = getattr(environment, what)(*args)
     try:
         async with asyncio.timeout(timeout_s):
-            return await awaitable
+            return await _watch.run(made, f"{type(environment).__qualname__}.{what}")
     except TimeoutError as error:
         raise EnvError(
             f"environment.{what}() did not answer within rollout.step_timeout_s = {timeout_s:g} s"

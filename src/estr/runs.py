@@ -16,7 +16,7 @@ from pathlib import Path
 from .checkpoint import Checkpoints, verify
 from .config import load_recipe
 from .errors import CheckpointError, ConfigError, DataError
-from .ledger import missing_parts
+from .ledger import damaged_parts, missing_parts
 from .metrics import read_metrics
 from .resume import require_own_schedule
 from .run_folder import RunFolder
@@ -54,7 +54,8 @@ def verify_run(path: str | Path) -> Verdict:
     _check_steps(events, verdict)
     _check_staleness(events, verdict)
     _check_metrics(folder, events, verdict)
-    _check_checkpoints(folder, verdict)
+    listed = _check_checkpoints(folder, verdict)
+    _check_ledger(folder, listed, verdict)
     _check_recipe(folder, verdict)
     if folder.is_finished():
         try:
@@ -168,9 +169,9 @@ def _check_metrics(folder: RunFolder, events: Sequence[Event], verdict: Verdict)
                 return
 
 
-def _check_checkpoints(folder: RunFolder, verdict: Verdict) -> None:
-    """Checkpoints are whole and of this run's schedule, and the ledger parts that the newest one
-    lists are there."""
+def _check_checkpoints(folder: RunFolder, verdict: Verdict) -> list[str]:
+    """Checkpoints are whole and of this run's schedule. Returns the ledger parts that the newest
+    one of these lists."""
     parts: list[str] = []
     for path in Checkpoints(folder.checkpoints).complete():
         try:
@@ -179,9 +180,16 @@ def _check_checkpoints(folder: RunFolder, verdict: Verdict) -> None:
             parts = state.get("ledger_parts", [])
         except (CheckpointError, DataError) as error:
             verdict.faults.append(f"{path}: {error}")
-    verdict.faults += missing_parts(folder.path, parts)
     if verdict.steps and not Checkpoints(folder.checkpoints).complete():
         verdict.faults.append(f"no checkpoint is left in {folder.checkpoints}")
+    return parts
+
+
+def _check_ledger(folder: RunFolder, listed: Sequence[str], verdict: Verdict) -> None:
+    """The parts that a checkpoint lists are there, and every part that is there can be read: each
+    byte of it is looked at."""
+    absent = [name for name in listed if not (folder.path / "ledger" / name).exists()]
+    verdict.faults += missing_parts(folder.path, absent) + damaged_parts(folder.path)
 
 
 def _check_recipe(folder: RunFolder, verdict: Verdict) -> None:

@@ -8,6 +8,7 @@ build_setting(...)           an engine on it in this process, ready for run_roll
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import hashlib
 import json
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from . import blocking
 from .config import Recipe, load_recipe
 from .errors import ConfigError, DataError
 from .options.tasks import MIX, entries
@@ -27,7 +29,7 @@ from .types import SamplingSettings
 
 if TYPE_CHECKING:
     from .chat import Codec
-    from .environment import Task
+    from .environment import Prompt, Task
 
 WhichWeights = Literal["start", "best", "last"]
 """Of a run: those it started from, those of the best held-out evaluation, those of its end."""
@@ -38,12 +40,14 @@ _VERSION_KEY = "estr_version"
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model folder and the recipe to play it under. run: None for a model of no run. version:
-    None for a model folder that does not say."""
+    None for a model folder that does not say. label: what one task of several is called by; None:
+    by its own name."""
 
     folder: Path
     recipe: Recipe
     run: RunFolder | None
     version: int | None
+    label: str | None = None
 
     def load_model(self) -> Any:
         """The model as the recipe's engine runs it."""
@@ -74,9 +78,12 @@ def find_subject(
     source = os.fspath(source)
     run = find_run(source, runs)
     recipe_file = None if run is None else run.path / "config.toml"
-    own = {e.label: e.table for e in entries(load_recipe(recipe_file).task)}
+    written = load_recipe(recipe_file)
+    own = {e.label: e.table for e in entries(written.task)}
     chosen = "" if task is None else task
+    label = None
     if chosen in own and len(own) > 1:
+        label = chosen
         overrides = [*_as_overrides(own[chosen]), *overrides]
     elif chosen and chosen not in own:
         if len(own) > 1 and chosen not in TASKS and ":" not in chosen:
@@ -97,9 +104,11 @@ def find_subject(
                 "choose other weights of it (start, best, last)"
             )
         version = stamped_version(folder) if weights == "best" else _final_version(run)
-        return Subject(folder, recipe, run, version)
+        return Subject(folder, recipe, run, version, label)
     if run is not None:
-        return Subject(model_folder(recipe), recipe, run, 0)
+        # A warm start is of a task: of the run's own, whatever task is played now.
+        start = model_folder(dataclasses.replace(written, model=recipe.model))
+        return Subject(start, recipe, run, 0, label)
     recipe = dataclasses.replace(recipe, model=source)
     try:
         folder = model_folder(recipe)
@@ -190,6 +199,7 @@ def resolve_plays(
         for split in ("train", "test"):
             if task.size(split) == 0:
                 raise ConfigError(f"task {task.name} has no problem in its {split} split")
+        require_renderable(task, codec, recipe)
         sampling = SamplingSettings(
             temperature=temperature,
             max_new_tokens=recipe.sampling.max_new_tokens,
@@ -198,6 +208,34 @@ def resolve_plays(
         )
         plays.append((task, codec, sampling))
     return plays
+
+
+def require_renderable(task: Task, codec: Codec, recipe: Recipe) -> None:
+    """Raises ConfigError where the task asks in chat messages and the model has no chat template.
+    Of such a model, and of no other, the first problem's environment is started to see."""
+    if codec.can_render([{"role": "user", "content": ""}]):
+        return
+    prompt = blocking.run(lambda: _first_prompt(task, recipe.rollout.step_timeout_s))
+    if prompt is not None and not codec.can_render(prompt):
+        raise ConfigError(
+            f"task {task.name} asks in chat messages, and model = {recipe.model!r} has no chat "
+            "template to write them with, so that every rollout would fail; name a model with one "
+            '(an instruct model), or a task that gives plain text (task.style = "text", where '
+            "a task knows that key)"
+        )
+
+
+async def _first_prompt(task: Task, timeout_s: float) -> Prompt | None:
+    """What the first training problem asks; None where it cannot be had, which rollouts will say in
+    their own way."""
+    try:
+        environment = task.make("train", 0)
+        try:
+            return await asyncio.wait_for(environment.start(), timeout_s)
+        finally:
+            await asyncio.wait_for(environment.close(), timeout_s)
+    except Exception:  # noqa: BLE001 - a user's environment may raise anything
+        return None
 
 
 def build_setting(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,10 +63,11 @@ def evaluate(
 
     names = [source] if against is None else [source, against]
     comparison = None
-    if against is None:
-        results = [evaluate_model(source, runs=runs, out=out, **request)]
-    else:
-        *results, comparison = compare_models(source, against, runs=runs, out=out, **request)
+    with contextlib.redirect_stdout(sys.stderr):  # what a user's own functions print is no result
+        if against is None:
+            results = [evaluate_model(source, runs=runs, out=out, **request)]
+        else:
+            *results, comparison = compare_models(source, against, runs=runs, out=out, **request)
     tables = [
         _kept(name, runs, request["weights"], result)
         for name, result in zip(names, results, strict=True)

@@ -80,6 +80,8 @@ def print_gradients(found: Gradients) -> None:
         label = Text(printable(gradient.label))
         table.add_row(letter, label, f"{gradient.loss:+.6g}", f"{gradient.norm:.6g}")
     console.print(table)
+    for reason in found.passed_over:
+        _say(console, f"passed over, so not among the weights to choose from: {reason}")
     if found.largest_lag == 0:
         _say(
             console,

@@ -32,7 +32,8 @@ def verify(run: str, runs: Path, as_json: bool) -> None:
 
     In the lineage that survives all kills and resumes: every group is consumed exactly once, the
     data comes in order, steps, versions, learning rate and metrics go on without a jump, staleness
-    keeps its bound, checkpoints are whole. Exit code 1 where something is wrong.
+    keeps its bound, checkpoints and the ledger are whole (every byte of them is read). Exit code 1
+    where something is wrong.
 
     \b
     Example:

@@ -155,7 +155,9 @@ def _build(entry: Mapping[str, Any], place: str) -> Correction:
             f"{place}.name = {name!r}: give the class an attribute Options, the dataclass of "
             "its options (one without fields if it has none)"
         )
-    correction: Correction = cls(read_options(options_class, options, place, of=name))
+    correction: Correction = cls(
+        read_options(options_class, options, place, of=name, taken=["name"])
+    )
     return correction
 
 
@@ -165,7 +167,7 @@ def _import(name: str, place: str) -> Any:
         raise ConfigError(f"{place}.name = {name!r} must read package.module:Class")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except Exception as error:  # a user's module may raise anything
+    except (Exception, SystemExit) as error:  # a user's module may raise anything
         raise ConfigError(
             f"{place}.name = {name!r} cannot be imported: {type(error).__name__}: {error}; "
             "the module must be importable from where estr is started (see PYTHONPATH)"
@@ -195,7 +197,14 @@ def _trial(name: str, correction: Correction) -> Verdict:
         sequence_ids=index,
         turn_ids=index,
     )
-    verdict = correction(columns)
+    try:
+        verdict = correction(columns)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's correction may raise anything
+        raise ConfigError(
+            f"correction {name} fails on one made-up token: {type(error).__name__}: {error}"
+        ) from error
     if not (
         isinstance(verdict, Verdict)
         and verdict.keep.dtype == torch.bool

@@ -36,8 +36,8 @@ TASKS: dict[str, str] = {
 """The shipped tasks: name -> "module:Class"."""
 
 
-def build_task(table: Mapping[str, Any]) -> Task:
-    """The task that a recipe's `task` table describes.
+def build_task(table: Mapping[str, Any], place: str = "task") -> Task:
+    """The task that a recipe's `task` table describes. place: where the recipe has the table.
 
     Raises ConfigError for an unknown name, a class that cannot be imported or has no options
     dataclass, and for options that are unknown, of the wrong type or out of range.
@@ -47,7 +47,7 @@ def build_task(table: Mapping[str, Any]) -> Task:
             f"this takes one task, not {len(entries(table))}: "
             f"{', '.join(entry.label for entry in entries(table))}; name one"
         )
-    cls, options = _read(table)
+    cls, options = _read(table, place)
     task: Task = cls(options)
     return task
 
@@ -59,7 +59,7 @@ def build_tasks(table: Mapping[str, Any]) -> dict[str, Task]:
     if len(found) == 1:
         task = build_task(found[0].table)
         return {task.name: task}
-    tasks = {entry.label: build_task(entry.table) for entry in found}
+    tasks = {entry.label: build_task(entry.table, entry.place) for entry in found}
     for label, task in tasks.items():
         task.name = label
     return tasks
@@ -67,18 +67,19 @@ def build_tasks(table: Mapping[str, Any]) -> dict[str, Task]:
 
 def resolved_options(table: Mapping[str, Any]) -> dict[str, Any]:
     """The task table with every option in it. Raises ConfigError as build_task does."""
-    _, options = _read(table)
+    _, options = _read(table, "task")
     return {"name": table["name"], **dataclasses.asdict(options)}
 
 
-def _read(table: Mapping[str, Any]) -> tuple[Any, Any]:
+def _read(table: Mapping[str, Any], place: str) -> tuple[Any, Any]:
     """(task class, its options)."""
     options = dict(table)
     name = options.pop("name", None)
     if not isinstance(name, str):
         raise ConfigError(f'the task table {dict(table)} has no name; say name = "calculator"')
-    cls = _task_class(name)
-    return cls, read_options(cls.Options, options, "task", of=name)
+    cls = _task_class(name, place)
+    own = ["name"] if place == "task" else ["name", "weight", "label"]
+    return cls, read_options(cls.Options, options, place, of=name, taken=own)
 
 
 def check_split(split: str) -> None:
@@ -95,17 +96,17 @@ def stable_hash(*key: str | int) -> int:
     return int.from_bytes(hashlib.sha256(repr(plain).encode()).digest(), "big")
 
 
-def _task_class(name: str) -> Any:
+def _task_class(name: str, place: str) -> Any:
     target = TASKS.get(name, name)
     if ":" not in target:
         raise ConfigError(
-            f"task.name = {name!r} is unknown; known: {', '.join(TASKS)}, "
+            f"{place}.name = {name!r} is unknown; known: {', '.join(TASKS)}, "
             'or "package.module:Class" for one of your own'
         )
-    cls = import_object(target, "task.name")
+    cls = import_object(target, f"{place}.name")
     if not dataclasses.is_dataclass(getattr(cls, "Options", None)):
         raise ConfigError(
-            f"task.name = {name!r}: the class has no attribute Options, "
+            f"{place}.name = {name!r}: the class has no attribute Options, "
             "the dataclass of its options; see docs/adding-an-environment.md"
         )
     return cls

@@ -11,7 +11,14 @@ of it, in Parquet files that can be queried.
 
 from __future__ import annotations
 
-from .parts import Parts, find_parts, missing_parts, parts_up_to, supersede_after
+from .parts import (
+    Parts,
+    damaged_parts,
+    find_parts,
+    missing_parts,
+    parts_up_to,
+    supersede_after,
+)
 from .queries import shipped_queries
 from .reader import Answer, Ledger, open_ledger
 from .records import read_step, target_versions
@@ -22,6 +29,7 @@ __all__ = [
     "Ledger",
     "LedgerWriter",
     "Parts",
+    "damaged_parts",
     "find_parts",
     "missing_parts",
     "open_ledger",

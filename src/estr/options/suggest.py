@@ -93,15 +93,24 @@ def suggest(key: str, here: Collection[str], homes: Mapping[str, Collection[str]
     return f"did you mean {meant}?" if meant else f"known here: {', '.join(sorted(here)) or 'none'}"
 
 
+def nameless(place: str, table: Mapping[str, object]) -> str:
+    """What to say of a table without the name that it needs, and where it has one misspelt."""
+    near = difflib.get_close_matches("name", [key for key in table if key != "name"], n=1)
+    if near:
+        return f"{place} has no name, but {near[0]!r}; did you mean {place}.name?"
+    return f"{place} has no name; say {place}.name = ..."
+
+
 def _meant(
     name: str, here: Collection[str], homes: Mapping[str, Collection[str]], at: str
 ) -> str | None:
     if name in OTHER_NAMES:
         return OTHER_NAMES[name]
-    known = {
-        **OTHER_NAMES,
-        **{leaf: " or ".join(paths) for leaf, paths in homes.items()},
-        **{leaf: at + leaf for leaf in here},
-    }
-    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
-    return known[nearest[0]] if nearest else None
+    elsewhere = {**OTHER_NAMES, **{leaf: " or ".join(paths) for leaf, paths in homes.items()}}
+    beside = {leaf: at + leaf for leaf in here}
+    # Where somebody wrote a key he meant one, unless only a far one is like it.
+    for known, cutoff in ((beside, 0.75), (elsewhere | beside, 0.6)):
+        nearest = difflib.get_close_matches(name, known, n=1, cutoff=cutoff)
+        if nearest:
+            return known[nearest[0]]
+    return None

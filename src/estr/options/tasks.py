@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import ConfigError
+from .suggest import nameless
 
 MIX = "mix"
 
@@ -21,11 +22,13 @@ MIX = "mix"
 @dataclass(frozen=True, slots=True)
 class TaskEntry:
     """One task of a run. label: what its groups, metrics and evaluations are called by. weight: its
-    part in the groups that are dispatched, relative to the others. table: its name and options."""
+    part in the groups that are dispatched, relative to the others. table: its name and options.
+    place: where the recipe has it, such as "task[1]"."""
 
     label: str
     weight: float
     table: dict[str, Any]
+    place: str = "task"
 
 
 def entries(task: Mapping[str, Any]) -> tuple[TaskEntry, ...]:
@@ -60,11 +63,11 @@ def _entry(table: Any, place: str) -> TaskEntry:
         options = {"name": "data", **options}
     name = options.get("name")
     if not isinstance(name, str) or name == MIX:
-        raise ConfigError(f"{place} has no name of a task; say {place}.name = ...")
+        raise ConfigError(nameless(place, options))
     weight, label = options.pop("weight", 1.0), options.pop("label", name)
     number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not number or not (weight > 0 and math.isfinite(weight)):
         raise ConfigError(f"{place}.weight must be finite and above 0, not {weight!r}")
     if not isinstance(label, str) or not label or set(label) & set("/\n"):
         raise ConfigError(f"{place}.label must be a text without '/', not {label!r}")
-    return TaskEntry(label, float(weight), options)
+    return TaskEntry(label, float(weight), options, place)

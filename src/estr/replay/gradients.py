@@ -62,7 +62,8 @@ def replay_gradients(
     run = RunFolder.open(run_folder)
     recipe = run.recipe()
     candidates = build_candidates(corrections)
-    step, version, weights = find_weights(run, step)
+    there, passed_over = weights_there(run)
+    step, version, weights = _choose(run, step, there, passed_over)
     record = read_step(run.path, step)
     named = [(OWN, Judges(recipe).own(record)), *candidates.items()]
     whole = any("sequence_ids" in correction.needs for _, correction in named)
@@ -97,18 +98,20 @@ def replay_gradients(
             for i, ((label, _), loss) in enumerate(zip(named, losses, strict=True))
         ),
         cosine=cosines(products),
+        passed_over=passed_over,
         recorded_loss=recorded.get("loss"),
         recorded_norm=recorded.get("grad_norm"),
     )
 
 
-def find_weights(run: RunFolder, step: int | None) -> tuple[int, int, Path | None]:
+def _choose(
+    run: RunFolder, step: int | None, there: dict[int, Path | None], passed_over: tuple[str, ...]
+) -> tuple[int, int, Path | None]:
     """(step, its target version, the checkpoint with that version; None: the weights of the start).
 
-    Raises DataError naming the nearest step whose weights are there.
+    Raises DataError naming the nearest step whose weights are there, and what was passed over.
     """
     targets = target_versions(run.path)
-    there = weights_there(run)
     possible = [number for number, version in targets.items() if version in there]
     if step is None and possible:
         step = possible[-1]
@@ -125,21 +128,26 @@ def find_weights(run: RunFolder, step: int | None) -> tuple[int, int, Path | Non
         f"{problem}; "
         + ("no logged step has these" if nearest is None else f"the nearest step is {nearest}")
         + " (checkpoint.every_steps and checkpoint.keep say which are kept)"
+        + "".join(f"; passed over: {reason}" for reason in passed_over)
     )
 
 
-def weights_there(run: RunFolder) -> dict[int, Path | None]:
-    """Where the weights of a version lie: in a checkpoint, or (None) in the model of the start.
-    Torn checkpoints are passed over."""
+def weights_there(run: RunFolder) -> tuple[dict[int, Path | None], tuple[str, ...]]:
+    """Where the weights of a version lie: in a checkpoint, or (None) in the model of the start; and
+    a line on each torn checkpoint, which is passed over."""
     there: dict[int, Path | None] = {0: None}
+    passed_over = []
     for folder in Checkpoints(run.checkpoints).complete():
         try:
             verify(folder)
             version = int(json.loads((folder / "trainer.json").read_text("utf-8"))["version"])
-        except (CheckpointError, KeyError):
-            continue
-        there.setdefault(version, folder)
-    return there
+        except CheckpointError as error:
+            passed_over.append(str(error))
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            passed_over.append(f"{folder / 'trainer.json'} holds no version: {error!r}")
+        else:
+            there.setdefault(version, folder)
+    return there, tuple(passed_over)
 
 
 def trainer_at(recipe: Recipe, checkpoint: Path | None) -> Trainer:

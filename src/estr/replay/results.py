@@ -165,7 +165,8 @@ class Gradients:
     """Losses and gradients of the corrections on one logged step, under the weights that its loss
     was taken at. cosine: between whole gradients. max_difference: largest |re-scored - logged|
     policy log-prob. largest_lag: of the step's trained tokens; at 0 corrections hardly differ.
-    recorded_*: what the run wrote down for its own correction, where it did."""
+    passed_over: a line on each torn checkpoint, whose weights could not be chosen. recorded_*: what
+    the run wrote down for its own correction, where it did."""
 
     run: str
     step: int
@@ -176,6 +177,7 @@ class Gradients:
     largest_lag: int
     gradients: tuple[Gradient, ...]
     cosine: tuple[tuple[float | None, ...], ...]
+    passed_over: tuple[str, ...] = ()
     recorded_loss: float | None = None
     recorded_norm: float | None = None
 
