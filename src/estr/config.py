@@ -156,11 +156,6 @@ class Recipe:
             )
             return
         require(
-            self.engine.name == "local",
-            f"placement = 'ray' needs engine.name = 'local', not {self.engine.name!r}: vLLM lives "
-            "in a virtual environment of its own, where no actor can be started",
-        )
-        require(
             not self.deterministic,
             "placement = 'ray' needs deterministic = false: an engine that may be replaced, "
             "wherever there is room, follows no recorded schedule",

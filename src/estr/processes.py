@@ -101,7 +101,7 @@ class LocalProcesses(Processes):
         """All at once; as soon as one does not come up, the others are given up."""
         needed = bytes_needed(model, recipe)
         processes = cls(
-            FileWeightStore(weights_folder(folder, needed), keep=recipe.max_staleness + 2)
+            FileWeightStore(weights_folder(folder.path, needed), keep=recipe.max_staleness + 2)
         )
         try:
             await processes._start(model, recipe, folder, replay)

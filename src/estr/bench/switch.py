@@ -16,8 +16,8 @@ All are medians over the rounds; names in `_cpu_s` are CPU time of the engine's 
 machine that does something else as well. `ratio` is the local engine's pause with recomputed caches
 over that with kept ones.
 
-With Ray the local engine is measured once more as an actor whose weights come out of the object
-store, and `flat_buffer` says what that way itself costs (`estr.bench.flat_buffer`).
+With Ray each engine is measured once more as an actor whose weights come out of the object store,
+and `flat_buffer` says what that way itself costs (`estr.bench.flat_buffer`).
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class Size(NamedTuple):
 def run(quick: bool = False, vllm: Path | None = None, ray: bool = False) -> dict[str, Any]:
     """Measure 16 requests of 128 tokens and 64 drawn ones on SmolLM2 (the built-in model where that
     cannot be had), 5 rounds; quick: 4 requests of 32 and 8, one round, the built-in model.
-    vllm: an interpreter that has vLLM, which is then measured on SmolLM2 as well. ray: measure the
-    local engine under a Ray of this machine, too, and the flat buffer.
+    vllm: an interpreter that has vLLM, which is then measured on SmolLM2 as well. ray: measure each
+    engine under a Ray of this machine, too, and the flat buffer.
 
     Raises ConfigError where there is no such interpreter or no Ray, EngineError where a switch was
     not seen.
@@ -87,6 +87,8 @@ def run(quick: bool = False, vllm: Path | None = None, ray: bool = False) -> dic
     if vllm is not None:
         options = EngineOptions(name="vllm", python=str(vllm), max_batch=size.requests)
         sides["vllm"] = side(folder, options)
+        if ray:
+            sides["vllm_ray"] = side(folder, options, ray=True)
     engines = {}
     for kind, its in sides.items():
         engines[kind] = blocking.run(partial(_measure, folder, its, size))

@@ -63,6 +63,7 @@ async def _spawned(kwargs: dict[str, Any], options: EngineOptions) -> AsyncItera
 async def _on_ray(
     kwargs: dict[str, Any], options: EngineOptions, state: State
 ) -> AsyncIterator[Open]:
+    from ..cluster.ray_child import spawn_of
     from ..cluster.ray_weights import RayWeightStore, start_board
     from ..cluster.ray_worker import Place, RayWorker
     from ..cluster.session import Session
@@ -79,6 +80,7 @@ async def _on_ray(
                 Place("DEFAULT", options.threads),
                 threads=options.threads,
                 log=Path(scratch) / "log.txt",
+                spawn=spawn_of(options),
             )
             engine = EngineProcess(worker, 0)
             try:
