@@ -18,6 +18,8 @@ MARKS = [
     pytest.mark.timeout(900),
     pytest.mark.filterwarnings("ignore::FutureWarning:ray.*"),
     pytest.mark.filterwarnings("ignore::DeprecationWarning:ray.*"),
+    # Of Ray's own processes; see processes_of_ray_left_alone.
+    pytest.mark.filterwarnings("ignore:subprocess .* is still running:ResourceWarning"),
     pytest.mark.skipif(
         importlib.util.find_spec("ray") is None,
         reason="ray is not installed; `make test-ray` installs it",

@@ -6,6 +6,7 @@ import asyncio
 import os
 import queue
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -21,6 +22,7 @@ from estr.cluster.ray_worker import Place, RayWorker
 from estr.cluster.session import Session
 from estr.errors import ConfigError, EngineError, WeightsError, WorkerDied
 from estr.options.run import EngineOptions, RayOptions
+from estr.run_folder import weights_folder
 from estr.weights import MemoryWeightStore
 from ray_cases import MARKS, gone, processes_of_ray_left_alone
 
@@ -144,6 +146,18 @@ async def test_a_host_or_an_interpreter_that_is_not_there_is_named(spawn: Spawn)
     assert f"(on the node {os.uname().nodename})" in str(first[0])
     await task
     assert spawn_of(EngineOptions()) is None
+
+
+def test_what_a_killed_actor_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(LIMIT_S)
+    dead, living = (tmp_path / f"estr-weights-{pid}-x" for pid in (ended.pid, os.getppid()))
+    for folder in (dead, living):
+        folder.mkdir()
+        (folder / "v00000001.safetensors").touch()
+    assert weights_folder(tmp_path, bytes_needed=1 << 60).parent == tmp_path, "no memory has room"
+    assert not dead.exists()
+    assert living.exists()
 
 
 class TestInAnActor:
