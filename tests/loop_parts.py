@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ def build(
     engine: Engine | None = None,
     task: CoinTask | None = None,
     step_s: float = 0.0,
+    other_tasks: Sequence[CoinTask] = (),
     **kwargs: Any,
 ) -> tuple[Loop, CountingTrainer]:
     """A loop over fakes, with version 0 published. Three tokens a turn, the last one a stop."""
@@ -164,4 +166,5 @@ def build(
     )
     writer = MetricsWriter(tmp_path / "run", tensorboard=False)
     kwargs.setdefault("reporter", SilentReporter())
-    return Loop(the_recipe, setting, trainer, store, writer=writer, **kwargs), trainer
+    settings = [setting, *(replace(setting, task=other) for other in other_tasks)]
+    return Loop(the_recipe, settings, trainer, store, writer=writer, **kwargs), trainer

@@ -12,7 +12,8 @@ import pytest
 
 from estr.buffer import Buffer, TrainingGroup
 from estr.errors import EnvError, GroupsError, NumericsError, StalenessError, Stalled
-from estr.groups import Group, Groups
+from estr.group import Group
+from estr.groups import Groups
 from estr.types import RolloutId, SamplingSettings, Segment, Status, Trajectory, Turn
 
 T = TypeVar("T")

@@ -15,15 +15,13 @@ from estr.config import Recipe
 from estr.display import (
     LiveReporter,
     PlainReporter,
-    RunProgress,
-    duration,
     printable,
     reporter_for,
     rollout_head,
     rollout_lines,
-    sparkline,
 )
 from estr.run_folder import RunFolder, Summary
+from estr.run_progress import RunProgress, duration, sparkline
 from estr.types import RolloutId, SamplingSettings, Segment, Trajectory
 
 EVIL = "\x1b]0;owned\x07[bold]loud[/bold]\x1b[2J\x9b31m\u202edrow"

@@ -30,14 +30,13 @@ from estr.errors import (
     WorkerError,
 )
 from estr.evaluation import (
-    EVALUATION_RUNS,
     EvaluatorHost,
     compare_models,
-    evaluate,
     evaluate_model,
 )
 from estr.evaluation_records import RolloutRecord, open_rollouts, weights_digest
 from estr.evaluation_result import compare
+from estr.evaluation_rollouts import EVALUATION_RUNS, evaluate
 from estr.evaluator_process import EvaluatorProcess
 from estr.models import load_model, save_model
 from estr.options.run import RolloutOptions

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from estr.errors import CheckpointError, ConfigError, GroupsError, StalenessError
-from estr.groups import TERMINAL_STATES, Group, Groups
+from estr.group import TERMINAL_STATES, Group
+from estr.groups import Groups
 
 
 def run_to_finish(groups: Groups, version: int, number: int = 1) -> list[Group]:

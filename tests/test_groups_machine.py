@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from estr.errors import GroupsError, StalenessError
-from estr.groups import TERMINAL_STATES, Group, Groups
+from estr.group import TERMINAL_STATES, Group
+from estr.groups import Groups
 
 
 def holds(deadlines: list[int], version: int, per_step: int) -> bool:

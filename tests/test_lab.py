@@ -13,7 +13,7 @@ from estr.chat import Codec
 from estr.corrections import TokenColumns, build_correction
 from estr.environments import build_task
 from estr.errors import ConfigError, EnvError
-from estr.lab.arithmetic import as_computed, quantize_rows
+from estr.lab.arithmetic import as_computed
 from estr.lab.decoder import Cache, Decoder, make_pass
 from estr.lab.rollouts import Play, Sampler, roll_out
 from estr.lab.scoring import score_by_version
@@ -63,20 +63,6 @@ def drawn(history, decoder, staleness, *, arithmetic="float32", target=6, rows=6
 
 
 # Arithmetic
-
-
-def test_quantized_rows_are_these():
-    weight = torch.tensor([[0.9, -0.3, 0.31, 0.0], [0.0, 0.0, 0.0, 0.0], [-6.0, 2.9, 3.1, 1.0]])
-    codes, scales, zeros = found = quantize_rows(weight, 3)
-    assert codes.tolist() == [[7, 0, 4, 2], [0, 0, 0, 0], [0, 7, 7, 6]]
-    assert scales[:, 0].tolist() == pytest.approx([1.2 / 7, 0.0, 1.3])
-    assert zeros[:, 0].tolist() == [2.0, 0.0, 5.0]
-    assert found.weight()[2].tolist() == pytest.approx([-6.5, 2.6, 2.6, 1.3])
-    codes, scales, zeros = quantize_rows(weight, 8)
-    assert codes[0].tolist() == [255, 0, 130, 64]
-    assert scales[2].item() == pytest.approx(9.1 / 255)
-    with pytest.raises(ValueError, match="bits"):
-        quantize_rows(weight, 1)
 
 
 def test_the_error_is_at_most_half_a_step_of_the_row():

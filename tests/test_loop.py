@@ -24,7 +24,8 @@ from estr.errors import (
 )
 from estr.evaluation_result import EvalResult
 from estr.evaluations import Accuracy
-from estr.loop import MORE_FAILURES
+from estr.group_endings import MORE_FAILURES
+from estr.loop import Instruments, Loop
 from estr.metrics import read_metrics
 from estr.progress import SilentReporter
 from loop_parts import STOP, CoinTask, build, recipe
@@ -39,8 +40,9 @@ class Messages(SilentReporter):
 
 
 class StopAt(SilentReporter):
-    def __init__(self, loop, step: int) -> None:
-        self.loop, self.step = loop, step
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.loop: Loop
 
     def stepped(self, step: int, version: int, wall_s: float, row) -> None:
         if step == self.step:
@@ -299,7 +301,7 @@ async def test_a_watcher_that_raises_ends_the_run(tmp_path: Path) -> None:
         await asyncio.sleep(0.05)
         raise EngineError("the engine process ended")
 
-    loop, trainer = build(tmp_path, recipe(steps=9), watchers=[watch])
+    loop, trainer = build(tmp_path, recipe(steps=9), instruments=Instruments(watchers=[watch]))
     trainer.hang.clear()
     with pytest.raises(EngineError, match="the engine process ended"):
         await finish(loop)
@@ -332,8 +334,11 @@ async def test_minibatches_and_rare_publishing_keep_the_bound(
 async def test_stop_saves_a_checkpoint_and_resume_trains_each_group_once(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "checkpoints")
     engine = ScriptedEngine(lambda request: [1, 2, STOP], token_s=0.001)
-    loop, trainer = build(tmp_path, recipe(steps=30), engine=engine, checkpoints=checkpoints)
-    loop.reporter = StopAt(loop, step=7)
+    reporter = StopAt(step=7)
+    loop, trainer = build(
+        tmp_path, recipe(steps=30), engine=engine, checkpoints=checkpoints, reporter=reporter
+    )
+    reporter.loop = loop
     with pytest.raises(Interrupted, match="stopped after step 7 of 30"):
         await finish(loop)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -247,10 +246,7 @@ class Named(CoinTask):
 def mixed_loop(tmp_path: Path, the_recipe: Recipe, name: str = "run"):
     first, second = Named("first", "3"), Named("second", "5")
     engine = ScriptedEngine(lambda request: [1, 2, STOP])
-    alone, _ = build(tmp_path / f"{name}-alone", the_recipe, task=first, engine=engine)
-    alone.writer.close()
-    other = replace(alone.setting, task=second)
-    return build(tmp_path / name, the_recipe, task=first, engine=engine, other_settings=[other])
+    return build(tmp_path / name, the_recipe, task=first, engine=engine, other_tasks=[second])
 
 
 async def test_a_mixed_run_plays_each_group_in_its_own_task(tmp_path: Path) -> None:

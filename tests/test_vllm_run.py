@@ -44,3 +44,11 @@ def test_the_recipe_runs_and_resumes_on_vllm(tmp_path: Path) -> None:
     # bfloat16 on both sides, but not the same kernels: near 1, and far from what a token that is
     # off by one would give.
     assert rows[0]["ratio_deviation"] == pytest.approx(0.0, abs=0.1)
+
+
+def test_a_run_whose_weights_come_out_of_the_trainers_memory(tmp_path: Path) -> None:
+    recipe = ROOT / "recipes" / "smollm2-arithmetic.toml"
+    overrides = [*SHORT, "steps=2", "engine.weight_transfer=gloo", "checkpoint.every_steps=0"]
+    assert train(load_recipe(recipe, overrides), runs=tmp_path).steps == 2
+    rows = [r for r in read_metrics(tmp_path / "short" / "metrics.jsonl").records if "loss" in r]
+    assert rows[0]["ratio_deviation"] == pytest.approx(0.0, abs=0.1)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from estr.errors import EngineError, WorkerDied, WorkerError
-from estr.worker import Worker, last_lines
+from estr.worker import Worker, last_lines, torch_settings
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,8 @@ async def test_calls_are_answered_in_order() -> None:
     worker = await start("Plain", start=5)
     answers = await asyncio.gather(*(worker.call("add", i, timeout_s=10) for i in (1, 2, 3)))
     assert answers == [6, 8, 11]
-    assert await worker.call("threads", timeout_s=10) == "1"
+    for name, value in torch_settings(1).items():
+        assert await worker.call("variable", name, timeout_s=10) == value
     await worker.close()
 
 

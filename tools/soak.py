@@ -147,7 +147,7 @@ async def soak(folder: Path, groups: int, minutes: float, faults: float) -> dict
     with MetricsWriter(folder, tensorboard=False) as writer:
         loop = Loop(
             the_recipe,
-            setting,
+            [setting],
             trainer,
             store,
             reporter=gauge,

@@ -116,33 +116,27 @@ def make_batches(
     logits predict it); NumericsError on an advantage that is not finite.
     """
     _check(trajectories, advantages, groups, aggregation, token_budget)
-    rows: list[Row] = []
-    tokens_of_group: Counter[int] = Counter()
-    for i, trajectory in enumerate(trajectories):
-        if advantages[i] is not None and trajectory.num_sampled_tokens:
-            tokens_of_group[groups[i]] += trajectory.num_sampled_tokens
-            rows += [Row(i, s) for s, seg in enumerate(trajectory.segments) if seg.sampled.any()]
+    rows, tokens_of_group = _learned_from(trajectories, advantages, groups)
     columns = _columns_of_all([_segment(trajectories, row) for row in rows])
-    num_groups, num_sampled_tokens = len(tokens_of_group), tokens_of_group.total()
-
     batches = []
     for rank, part in _parts(rows, trajectories, token_budget, whole_trajectories, ranks):
+        owners = [row.trajectory for row in part]
         tensors = _pad([_segment(trajectories, row) for row in part], columns, pad_token_id, device)
-        shape = tensors["token_ids"].shape
-        tensors["advantages"] = _of_rows([advantages[r.trajectory] for r in part], torch.float32)
-        tensors["sequence_ids"] = _of_rows([r.trajectory for r in part], torch.int64)
-        for name in ("advantages", "sequence_ids"):
-            tensors[name] = tensors[name].to(device).expand(shape)
-        denominators: float | Tensor = float(num_sampled_tokens)
+        of_rows = {
+            "advantages": _of_rows([advantages[i] for i in owners], torch.float32, device),
+            "sequence_ids": _of_rows(owners, torch.int64, device),
+        }
+        tensors |= {name: t.expand_as(tensors["token_ids"]) for name, t in of_rows.items()}
+        denominators: float | Tensor = float(tokens_of_group.total())
         if aggregation == "group":
-            sizes = [num_groups * tokens_of_group[groups[r.trajectory]] for r in part]
-            denominators = _of_rows(sizes, torch.float32).to(device)
+            sizes = [len(tokens_of_group) * tokens_of_group[groups[i]] for i in owners]
+            denominators = _of_rows(sizes, torch.float32, device)
         batches.append(
             Batch(
                 **tensors,
                 denominators=denominators,
-                num_sampled_tokens=num_sampled_tokens,
-                num_groups=num_groups,
+                num_sampled_tokens=tokens_of_group.total(),
+                num_groups=len(tokens_of_group),
                 rows=tuple(part),
                 rank=rank,
             )
@@ -249,6 +243,19 @@ def _check(
                 )
 
 
+def _learned_from(
+    trajectories: Sequence[Trajectory], advantages: Sequence[float | None], groups: Sequence[int]
+) -> tuple[list[Row], Counter[int]]:
+    """(the rows that hold something to learn, sampled tokens of each group that has any)."""
+    rows: list[Row] = []
+    tokens_of_group: Counter[int] = Counter()
+    for i, trajectory in enumerate(trajectories):
+        if advantages[i] is not None and trajectory.num_sampled_tokens:
+            tokens_of_group[groups[i]] += trajectory.num_sampled_tokens
+            rows += [Row(i, s) for s, seg in enumerate(trajectory.segments) if seg.sampled.any()]
+    return rows, tokens_of_group
+
+
 def _segment(trajectories: Sequence[Trajectory], row: Row) -> Segment:
     return trajectories[row.trajectory].segments[row.segment]
 
@@ -333,6 +340,6 @@ def _pad(
     return {name: torch.from_numpy(values).to(device) for name, values in padded.items()}
 
 
-def _of_rows(values: Sequence[Any], dtype: torch.dtype) -> Tensor:
+def _of_rows(values: Sequence[Any], dtype: torch.dtype, device: str | torch.device) -> Tensor:
     """One value for each row: [rows, 1]."""
-    return torch.tensor(values, dtype=dtype).unsqueeze(1)
+    return torch.tensor(values, dtype=dtype).to(device).unsqueeze(1)

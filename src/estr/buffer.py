@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .advantages import AdvantageKind, VarianceOf, group_advantages
+from .config import Recipe
 from .errors import GroupsError, StalenessError, Stalled
-from .groups import Group, Groups
+from .group import Group
+from .groups import Groups
 from .metrics import Metrics
 from .types import SCORED_STATUSES, Consumption, Finding, Trajectory
 
@@ -202,6 +204,22 @@ class Buffer:
             f"most {groups.capacity} outstanding; failed: {failed or 'none'}. "
             "Look at the engine and the environments, or raise rollout.timeout_s"
         )
+
+
+def build_buffer(recipe: Recipe) -> Buffer:
+    """An empty one over fresh accounts, as the recipe says."""
+    groups = Groups(
+        groups_per_step=recipe.groups_per_step,
+        max_staleness=recipe.max_staleness,
+        steps=recipe.steps,
+        steps_per_batch=recipe.num_minibatches,
+    )
+    return Buffer(
+        groups,
+        recipe.loss.advantage,
+        recipe.loss.variance_of,
+        max_filtered=recipe.rollout.max_filtered_groups,
+    )
 
 
 def _require_own(group: Group, trajectories: Sequence[Trajectory]) -> None:

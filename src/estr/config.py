@@ -36,6 +36,7 @@ from .options.run import (
     SamplingOptions,
     TrainerOptions,
     WandbOptions,
+    check_weight_transfer,
 )
 from .options.suggest import suggest
 from .options.tasks import MIX, entries
@@ -145,6 +146,7 @@ class Recipe:
             f"sampling.max_new_tokens = {self.sampling.max_new_tokens} exceeds "
             f"sampling.max_tokens = {self.sampling.max_tokens}",
         )
+        check_weight_transfer(self.engine, self.trainer)
         self._check_placement()
 
     def _check_placement(self) -> None:
@@ -155,6 +157,11 @@ class Recipe:
                 "of its own on this machine unless ray.address says otherwise",
             )
             return
+        require(
+            self.engine.weight_transfer == "file",
+            f"placement = 'ray' needs engine.weight_transfer = 'file', not "
+            f"{self.engine.weight_transfer!r}: weights come out of Ray's object store",
+        )
         require(
             not self.deterministic,
             "placement = 'ray' needs deterministic = false: an engine that may be replaced, "

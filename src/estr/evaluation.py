@@ -1,14 +1,13 @@
 """Held-out evaluation: avg@k, pass@k and majority@k of one version, with intervals.
 
-    problems x k --run_rollout--> RolloutRecord --> avg@k, pass@k, majority@k --> intervals
-                                      |
-                                      +--> RolloutFile, from which an evaluation goes on
+    run or model folder --> Subject --+
+                                      +--evaluate--> rollouts --> avg@k, pass@k, majority@k
+    weight store --> EvaluatorHost ---+                |
+                                                       +--> RolloutFile, to go on from
 
 It runs here (`estr eval`), or inside the low-priority process beside a training run
-(`EvaluatorHost`), which takes the version that it is asked for out of the weight store.
-
-A rollout is solved iff its outcome is at least 1, the full outcome. Rollouts that failed or could
-not be graded count as not solved, so they lower every figure, and they are named beside it.
+(`EvaluatorHost`), which takes the version that it is asked for out of the weight store. What is
+played and what counts as solved: `estr.evaluation_rollouts`.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,19 +24,12 @@ from pathlib import Path
 from . import blocking
 from .calls import portable
 from .config import Recipe
-from .environment import Task
-from .errors import ConfigError, EngineError, EstrError, WeightsError
-from .evaluation_records import (
-    RolloutFile,
-    RolloutRecord,
-    open_rollouts,
-    replies,
-    transcribe,
-    weights_digest,
-)
+from .errors import EstrError
+from .evaluation_records import RolloutFile, open_rollouts, weights_digest
 from .evaluation_result import EvalResult as EvalResult
-from .evaluation_result import Request, compare, summarize
-from .rollout import RolloutSetting, run_rollout
+from .evaluation_result import compare
+from .evaluation_rollouts import evaluate_first, first_problems, play_held_out
+from .rollout import RolloutSetting
 from .scores import Comparison
 from .subject import (
     Subject,
@@ -49,123 +40,11 @@ from .subject import (
     stamp_version,
     torch_threads,
 )
-from .types import RolloutId, Trajectory
+from .types import Trajectory
 from .weights import WeightStore
-
-EVALUATION_RUNS = 1 << 63
-"""Added to the seed in the names of evaluation rollouts. A training run is named by its seed, which
-is smaller, so no evaluation ever draws a training rollout's random numbers."""
-
-_MAX_K = 1 << 16
 
 _SLICE_S = 0.2
 """So long the host evaluates between two looks for messages."""
-
-
-async def evaluate(
-    setting: RolloutSetting,
-    *,
-    problems: Sequence[int],
-    k: int,
-    seed: int,
-    concurrency: int = 128,
-    kept: RolloutFile | None = None,
-) -> EvalResult:
-    """Play every problem k times, `concurrency` rollouts at once, under one version.
-
-    The random numbers of a rollout depend on seed, problem and its number among the k only. kept:
-    where rollouts are found that need not be played again, and where every other one is put.
-    Raises ConfigError for an impossible request; WeightsError if the engine changed its weights
-    meanwhile; EngineError if it failed in every rollout, so that there is nothing to report. Other
-    failures of engine, environment and grader are counted, not raised.
-    """
-    _check_request(problems, k, seed, concurrency)
-    version = setting.engine.version
-    records: list[RolloutRecord] = []
-    versions: set[int] = set()
-    clock = time.monotonic()
-    left: list[tuple[str, int, int]] = []
-    for problem in problems:
-        example = _example(setting.task, setting.split, problem)
-        for index in range(k):
-            found = None if kept is None else kept.find(example, index)
-            if found is None:
-                left.append((example, problem, index))
-            else:
-                records.append(found)
-    num_found = len(records)
-    pending = iter(left)
-
-    async def play(names: Iterator[tuple[str, int, int]]) -> None:
-        for example, problem, index in names:
-            trajectory = await _rollout(setting, seed, problem, index)
-            record = _record(setting, example, trajectory, keep_text=kept is not None)
-            versions.update(trajectory.sampled_versions().tolist())
-            records.append(record)
-            if kept is not None:
-                kept.add(record)
-
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(concurrency, len(left))):
-            tasks.create_task(play(pending))
-    if {record.status for record in records} == {"engine_error"}:
-        raise EngineError(f"no rollout got an answer: {records[0].error}")
-    if versions - {version}:
-        raise WeightsError(
-            f"the engine went from version {version} to {sorted(versions)} "
-            "during an evaluation; evaluate on an engine of its own"
-        )
-    return summarize(
-        setting,
-        Request(version, k, seed),
-        records,
-        wall_s=time.monotonic() - clock,
-        num_found=num_found,
-    )
-
-
-def _example(task: Task, split: str, problem: int) -> str:
-    name = getattr(task, "example_id", None)
-    return f"{split}/{problem}" if name is None else str(name(split, problem))
-
-
-def _record(
-    setting: RolloutSetting, example: str, trajectory: Trajectory, *, keep_text: bool
-) -> RolloutRecord:
-    decode = setting.codec.decode
-    said = replies(trajectory, decode)
-    return RolloutRecord(
-        example=example,
-        problem=trajectory.problem,
-        index=trajectory.id.index,
-        status=trajectory.status,
-        outcome=trajectory.outcome,
-        answer=_answer(setting.task, said[-1]) if trajectory.status == "ok" and said else None,
-        tokens=trajectory.num_sampled_tokens,
-        error=trajectory.error,
-        turns=transcribe(trajectory, decode) if keep_text else (),
-        replies=said,
-    )
-
-
-def _answer(task: Task, reply: str) -> str | None:
-    """What a rollout votes for: of its last turn, what the task says."""
-    answer = getattr(task, "answer", None)
-    found = None if answer is None else answer(reply)
-    return None if found is None else str(found)
-
-
-def _check_request(problems: Sequence[int], k: int, seed: int, concurrency: int) -> None:
-    if not problems:
-        raise ConfigError("there is no problem to evaluate")
-    if len(set(problems)) != len(problems):
-        raise ConfigError("a problem is named twice; its rollouts would be the same ones")
-    if not 1 <= k <= _MAX_K:
-        raise ConfigError(f"k must be in [1, {_MAX_K}], not {k}")
-    if not 0 <= seed < EVALUATION_RUNS:
-        raise ConfigError(f"seed must be in [0, 2^63), not {seed}")
-    if concurrency < 1:
-        raise ConfigError(f"concurrency must be at least 1, not {concurrency}")
 
 
 def evaluate_model(
@@ -247,7 +126,7 @@ def _evaluate_subject(subject: Subject, out: Path | None) -> EvalResult:
         setting = _setting(subject)
         try:
             result = blocking.run(
-                lambda: _evaluate_first(setting, recipe, recipe.eval.problems, recipe.eval.k, kept)
+                lambda: evaluate_first(setting, recipe, recipe.eval.problems, recipe.eval.k, kept)
             )
         finally:
             if kept is not None:
@@ -289,11 +168,11 @@ def sample_rollouts(
     recipe = subject.recipe
     with torch_threads(recipe.engine.threads):
         setting = _setting(subject)
-        problems = _first_problems(setting, num_problems)
+        problems = first_problems(setting, num_problems)
 
         async def play() -> list[Trajectory]:
             return list(
-                await asyncio.gather(*(_rollout(setting, recipe.seed, p) for p in problems))
+                await asyncio.gather(*(play_held_out(setting, recipe.seed, p) for p in problems))
             )
 
         return blocking.run(play), setting.codec.decode
@@ -307,40 +186,6 @@ def _setting(subject: Subject) -> RolloutSetting:
         version=subject.version or 0,
         temperature=subject.recipe.eval.temperature,
     )
-
-
-async def _rollout(setting: RolloutSetting, seed: int, problem: int, index: int = 0) -> Trajectory:
-    version = setting.engine.version
-    return await run_rollout(
-        setting,
-        RolloutId(EVALUATION_RUNS + seed, problem, index),
-        problem,
-        dispatch_version=version,
-        deadline_version=version,
-    )
-
-
-async def _evaluate_first(
-    setting: RolloutSetting,
-    recipe: Recipe,
-    num_problems: int,
-    k: int,
-    kept: RolloutFile | None = None,
-) -> EvalResult:
-    return await evaluate(
-        setting,
-        problems=_first_problems(setting, num_problems),
-        k=k,
-        seed=recipe.seed,
-        concurrency=recipe.engine.max_batch,
-        kept=kept,
-    )
-
-
-def _first_problems(setting: RolloutSetting, num_problems: int) -> range:
-    """The first problems of the split, as many as there are."""
-    size = setting.task.size(setting.split)
-    return range(num_problems if size is None else min(num_problems, size))
 
 
 class EvaluatorHost:
@@ -400,7 +245,7 @@ class EvaluatorHost:
         engine = self._settings[0].engine
         if engine.version != version:
             await engine.load(version, self._store, "recompute")
-        return [await _evaluate_first(s, self._recipe, num_problems, k) for s in self._settings]
+        return [await evaluate_first(s, self._recipe, num_problems, k) for s in self._settings]
 
     def export(self, folder: Path) -> None:
         """The weights evaluated last as a Hugging Face folder, which remembers their version."""

@@ -15,8 +15,9 @@ version d (the one that the serving engine has acknowledged as loaded) may be tr
 versions up to its deadline d + S. Invariants, with "outstanding" for pending, running, finished:
 
 F(v)          for every k >= 0 at most (k+1)*B outstanding groups have a deadline <= v+k, and none
-              has one < v. Hence at most (S+1)*B are outstanding. Admission refuses what would
-              break F; taking a batch waits for what would break it; leaving only lowers counts.
+              has one < v (`estr.deadlines`). Hence at most (S+1)*B are outstanding. Admission
+              refuses what would break F; taking a batch waits for what would break it; leaving
+              only lowers counts.
 lease         a group's place among the outstanding is its lease on capacity: taken by dispatch,
               released by the transition into a terminal state, exactly once.
 conservation  every id below next_id is outstanding, waiting to be dispatched again after a resume,
@@ -31,82 +32,15 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
-import msgspec
-
-from .errors import CheckpointError, ConfigError, GroupsError, StalenessError
+from .deadlines import Deadlines
+from .errors import ConfigError, GroupsError, StalenessError
+from .group import TERMINAL_STATES, Group, State, Waiting
+from .groups_snapshot import Lease, Snapshot, read_snapshot
 
 if TYPE_CHECKING:
     from .types import Trajectory
-
-State = Literal["pending", "running", "finished", "consumed", "filtered", "failed", "leftover"]
-TERMINAL_STATES: tuple[State, ...] = ("consumed", "filtered", "failed", "leftover")
-
-
-@dataclass(slots=True, eq=False)
-class Group:
-    """One instance of a problem on its way from dispatch to the trainer.
-
-    issue counts the groups of this problem that failed before this one. `trajectories` is empty
-    until the group has finished. Only `Groups` changes a group.
-    """
-
-    id: int
-    task: str
-    problem: int
-    dispatch_version: int
-    deadline: int
-    issue: int = 0
-    state: State = "pending"
-    trajectories: tuple[Trajectory, ...] = ()
-
-    def __str__(self) -> str:
-        return (
-            f"group {self.id} ({self.state}, {self.task} problem {self.problem}, "
-            f"dispatched at {self.dispatch_version}, deadline {self.deadline})"
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Waiting:
-    """A problem to be dispatched again: its group failed (id None: it gets a new one), or was
-    outstanding in a checkpoint whose bounds the resumed run has changed (it keeps its id)."""
-
-    task: str
-    problem: int
-    issue: int
-    id: int | None = None
-
-
-Natural = Annotated[int, msgspec.Meta(ge=0)]
-
-
-@dataclass(frozen=True, slots=True)
-class _Lease:
-    """An outstanding group as a checkpoint keeps it. Its trajectories are kept elsewhere."""
-
-    id: Natural
-    task: str
-    problem: Natural
-    dispatch_version: Natural
-    deadline: Natural
-    issue: Natural
-    state: Literal["pending", "running", "finished"]
-
-
-@dataclass(frozen=True, slots=True)
-class _Snapshot:
-    """What a checkpoint keeps of the accounts."""
-
-    version: Natural
-    step: Natural
-    next_id: Natural
-    num_abandoned: Natural
-    counters: dict[State, dict[str, int]]
-    waiting: list[Waiting]
-    outstanding: list[_Lease]
 
 
 class Groups:
@@ -158,8 +92,7 @@ class Groups:
         self.counters: dict[State, Counter[str]] = {state: Counter() for state in TERMINAL_STATES}
         self.on_change: Callable[[], None] = lambda: None
         self._outstanding: dict[int, Group] = {}
-        self._by_deadline: Counter[int] = Counter()
-        self._finished: Counter[int] = Counter()
+        self._deadlines = Deadlines(groups_per_step)
         self.waiting: deque[Waiting] = deque()
 
     def __len__(self) -> int:
@@ -185,7 +118,7 @@ class Groups:
     @property
     def num_finished(self) -> int:
         """Groups that are finished and not yet taken."""
-        return self._finished.total()
+        return self._deadlines.num_finished
 
     @property
     def done(self) -> bool:
@@ -206,8 +139,7 @@ class Groups:
                 f"the engine claims version {version}, the trainer is at {self.version}; an engine "
                 "can only have loaded what this run's trainer has published"
             )
-        one_more = {version + self.max_staleness: -1}
-        return self._overfull(self.version, taken=one_more) is None
+        return self._deadlines.admits(version + self.max_staleness, self.version)
 
     def dispatch(self, task: str, problem: int, version: int) -> Group:
         """Take a lease for a new group, dispatched at the acknowledged `version`.
@@ -240,7 +172,7 @@ class Groups:
         deadline = version + self.max_staleness
         group = Group(group_id, problem.task, problem.problem, version, deadline, problem.issue)
         self._outstanding[group_id] = group
-        self._by_deadline[deadline] += 1
+        self._deadlines.add(deadline)
         self.on_change()
         return group
 
@@ -261,7 +193,7 @@ class Groups:
         self._require(group, "running")
         group.state = "finished"
         group.trajectories = tuple(trajectories)
-        self._finished[group.deadline] += 1
+        self._deadlines.finish(group.deadline)
         self.on_change()
 
     def filter(self, group: Group, reason: str) -> None:
@@ -298,9 +230,7 @@ class Groups:
     def _release(self, group: Group, state: State, reason: str) -> None:
         """The only place where a lease ends."""
         del self._outstanding[group.id]
-        _subtract(self._by_deadline, group.deadline)
-        if group.state == "finished":
-            _subtract(self._finished, group.deadline)
+        self._deadlines.remove(group.deadline, finished=group.state == "finished")
         group.state = state
         self.counters[state][reason] += 1
 
@@ -364,7 +294,7 @@ class Groups:
             if target > group.deadline:
                 raise StalenessError(f"{group} would be trained at version {target}")
         after = version + self._num_steps(len(batch))
-        overfull = self._overfull(after, Counter(group.deadline for group in batch))
+        overfull = self._deadlines.overfull(after, Counter(group.deadline for group in batch))
         if overfull is not None:
             raise StalenessError(
                 f"this batch would leave more groups with a deadline up to {overfull} than the "
@@ -397,19 +327,7 @@ class Groups:
     def _overfull_after(self, size: int) -> int | None:
         """The first deadline at which F fails once the steps on the `size` most urgent finished
         groups are made. Only unfinished groups can make it fail (docs/the-loop.md, lemma 3)."""
-        return self._overfull(self.version + self._num_steps(size), taken=self._finished)
-
-    def _overfull(self, version: int, taken: Mapping[int, int]) -> int | None:
-        """The first deadline at which F(version) fails once `taken` groups (by deadline) are gone.
-
-        Deadlines that no group has need no look: the count stays there and its limit rises.
-        """
-        count = 0
-        for deadline in sorted(self._by_deadline.keys() | taken.keys()):
-            count += self._by_deadline[deadline] - taken.get(deadline, 0)
-            if count > max(0, deadline - version + 1) * self.groups_per_step:
-                return deadline
-        return None
+        return self._deadlines.overfull_by_unfinished(self.version + self._num_steps(size))
 
     def snapshot(self, version: int) -> dict[str, Any]:
         """The accounts as a plain dict, at a moment when the trainer's weights are `version`.
@@ -422,18 +340,14 @@ class Groups:
                 f"a batch is with the trainer: its weights are version {version}, the accounts "
                 f"stand at {self.version}; snapshot between two batches"
             )
-        leases = [
-            _Lease(g.id, g.task, g.problem, g.dispatch_version, g.deadline, g.issue, g.state)  # type: ignore[arg-type]
-            for g in self
-        ]
-        snapshot = _Snapshot(
+        snapshot = Snapshot(
             version=self.version,
             step=self.step,
             next_id=self.next_id,
             num_abandoned=self.num_abandoned,
             counters={state: dict(reasons) for state, reasons in self.counters.items()},
             waiting=list(self.waiting),
-            outstanding=leases,
+            outstanding=[Lease.of(group) for group in self],
         )
         return dataclasses.asdict(snapshot)
 
@@ -452,16 +366,7 @@ class Groups:
         """
         if self.next_id or self.step:
             raise GroupsError("only fresh accounts can be restored; build new Groups")
-        try:
-            saved = msgspec.convert(dict(snapshot), _Snapshot)
-        except msgspec.ValidationError as error:
-            raise CheckpointError(f"the checkpoint's groups are malformed: {error}") from error
-        ids = [p.id for p in saved.waiting if p.id is not None]
-        ids += [g.id for g in saved.outstanding]
-        if len(set(ids)) != len(ids) or any(not 0 <= i < saved.next_id for i in ids):
-            raise CheckpointError(
-                f"the checkpoint's groups have ids {ids}; each must be below {saved.next_id}, once"
-            )
+        saved = read_snapshot(snapshot)
         self.version = saved.version
         self.step = saved.step
         self.next_id = saved.next_id
@@ -478,15 +383,15 @@ class Groups:
         return whole
 
     def _take_back(
-        self, leases: Sequence[_Lease], finished: Mapping[int, tuple[Trajectory, ...]]
+        self, leases: Sequence[Lease], finished: Mapping[int, tuple[Trajectory, ...]]
     ) -> bool:
         """Restore leases as they were, if F holds with them under the S and B of these accounts."""
         # A larger S must not make old groups younger than they are; a smaller one binds them.
         deadlines = [min(g.deadline, g.dispatch_version + self.max_staleness) for g in leases]
-        self._by_deadline = Counter(deadlines)
-        if self._overfull(self.version, taken={}) is not None:
-            self._by_deadline = Counter()
+        accounts = Deadlines(self.groups_per_step, deadlines)
+        if accounts.overfull(self.version, taken={}) is not None:
             return False
+        self._deadlines = accounts
         for lease, deadline in zip(leases, deadlines, strict=True):
             group = Group(
                 lease.id, lease.task, lease.problem, lease.dispatch_version, deadline, lease.issue
@@ -495,16 +400,9 @@ class Groups:
             self._outstanding[group.id] = group
             if group.state == "finished":
                 group.trajectories = finished.get(group.id, ())
-                self._finished[deadline] += 1
+                self._deadlines.finish(deadline)
         return True
 
 
 def _urgency(group: Group) -> tuple[int, int]:
     return group.deadline, group.id
-
-
-def _subtract(counts: Counter[int], deadline: int) -> None:
-    """One less; entries at zero are dropped, so that walks stay as short as the deadlines."""
-    counts[deadline] -= 1
-    if not counts[deadline]:
-        del counts[deadline]

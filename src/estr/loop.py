@@ -14,36 +14,37 @@
       +-- slot -- trainer process -- optimizer step --------+
           freed                      (never waits for rollouts that F does not name)
 
-One task dispatches, one trains, one brings new versions to the engine, one watches; each group's
-rollouts are a task of their own. Synchronous training is the same code with max_staleness = 0: F
-then admits B groups at a version, and no more until the engine has the next one. The proof of the
-bound stands in docs/the-loop.md; it is asserted again at every consumption.
+One task dispatches (`estr.dispatcher`), one trains (here), one brings new versions to the engine
+(`estr.engine_versions`), one watches; each group's rollouts are a task of their own. Synchronous
+training is the same code with max_staleness = 0: F then admits B groups at a version, and no more
+until the engine has the next one. The proof of the bound stands in docs/the-loop.md; it is asserted
+again at every consumption.
 """
 
 from __future__ import annotations
 
 import asyncio
-import re
 import time
-from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .buffer import MIN_SCORED, Buffer, StepResult, TrainingGroup
+from .buffer import StepResult, TrainingGroup, build_buffer
 from .config import Recipe
-from .diagnostics import task_diagnostics
-from .errors import EngineError, EstrError, Interrupted, WeightsError
-from .evaluations import Accuracy, Evaluations, mean_and_interval
-from .groups import Group, Groups
+from .dispatcher import Dispatcher
+from .engine_versions import EngineVersions
+from .errors import EstrError, Interrupted, WeightsError
+from .evaluations import Accuracy, Evaluations
+from .group_endings import GroupEndings
 from .members import Members, finished_trajectories, unpack_members
 from .metrics import Metrics
-from .options.tasks import entries
-from .problems import Problems
+from .problems import build_problems
 from .progress import Reporter
 from .rollout import RolloutSetting
 from .rollout_state import Columns, SegmentPool
+from .run_metrics import RunMetrics
 from .schedule import Position, Schedule
-from .types import Finding, RolloutId, Segment, Trajectory
+from .types import Finding, RolloutId, Segment
 from .weights import WeightStore
 
 if TYPE_CHECKING:
@@ -54,39 +55,46 @@ if TYPE_CHECKING:
     from .trainer_process import TrainerClient
 
 
-NAMED_FAILURES = 3
-"""Failed groups that are told one by one, of those with one reason."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Instruments:
+    """What watches the processes around the loop; all of it may be left out.
 
-MORE_FAILURES = " (more groups that fail in this way are only counted, as failed_groups)"
+    watchers: each runs as long as the loop and raises when something has died. gauges: further
+    figures of each step. canaries: asks the guard whether the engine computes with the weights that
+    it claims. engine_position: where the schedule of a deterministic engine stood at the last
+    snapshot.
+    """
+
+    watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
+    gauges: Callable[[], dict[str, float]] = dict
+    canaries: Callable[[], Coroutine[Any, Any, list[Finding]]] | None = None
+    engine_position: Callable[[], Position | None] = lambda: None
 
 
 class Loop:
-    """One training run in flight, over an engine, a trainer and a task that are up already."""
+    """One training run in flight, over an engine, a trainer and tasks that are up already.
+
+    settings: one for each task, all over one engine.
+    """
 
     def __init__(
         self,
         recipe: Recipe,
-        setting: RolloutSetting,
+        settings: Sequence[RolloutSetting],
         trainer: TrainerClient,
         store: WeightStore,
         *,
-        other_settings: Sequence[RolloutSetting] = (),
         reporter: Reporter,
         writer: MetricsWriter,
         evaluations: Evaluations | None = None,
         checkpoints: Checkpoints | None = None,
         ledger: LedgerWriter | None = None,
-        watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
-        gauges: Callable[[], dict[str, float]] = dict,
-        canaries: Callable[[], Coroutine[Any, Any, list[Finding]]] | None = None,
+        instruments: Instruments | None = None,
         stop: asyncio.Event | None = None,
         schedule: Schedule | None = None,
-        engine_position: Callable[[], Position | None] = lambda: None,
     ) -> None:
         self.recipe = recipe
-        self.setting = setting
-        self.settings = {s.task.name: s for s in (setting, *other_settings)}
-        self.engine = setting.engine
+        self.engine = settings[0].engine
         self.trainer = trainer
         self.store = store
         self.reporter = reporter
@@ -95,51 +103,37 @@ class Loop:
         self.evaluations.on_result = self._evaluated
         self.checkpoints = checkpoints
         self.ledger = ledger
-        self.watchers = watchers
-        self.gauges = gauges
-        self.canaries = canaries
-        """Asks the guard whether the engine computes with the weights that it claims."""
+        self.instruments = instruments or Instruments()
         self.schedule = schedule or Schedule()
-        self.engine_position = engine_position
-        self.groups = Groups(
-            groups_per_step=recipe.groups_per_step,
-            max_staleness=recipe.max_staleness,
-            steps=recipe.steps,
-            steps_per_batch=recipe.num_minibatches,
-        )
-        self.buffer = Buffer(
-            self.groups,
-            recipe.loss.advantage,
-            recipe.loss.variance_of,
-            max_filtered=recipe.rollout.max_filtered_groups,
-        )
         self.step = 0
         self.version = 0
-        self.totals = Metrics()
-        self.wall_s = 0.0
-        self.problems = Problems(
-            {name: s.task for name, s in self.settings.items()},
-            split=setting.split,
-            weights={entry.label: entry.weight for entry in entries(recipe.task)},
-            epochs=recipe.epochs,
-            curriculum=recipe.curriculum,
+        self.problems = build_problems(recipe, [s.task for s in settings], settings[0].split)
+        self.metrics = RunMetrics(writer, reporter, self.problems, self.instruments.gauges)
+        self.totals = self.metrics.totals
+        self.buffer = build_buffer(recipe)
+        self.groups = self.buffer.groups
+        self._decode = settings[0].codec.decode
+        self._members = Members(
+            recipe, {s.task.name: s for s in settings}, self.schedule, self.totals
         )
-        self._failed_in_a_row = 0
-        self._reasons: Counter[str] = Counter()
-        self._clock = time.monotonic()
+        self._dispatcher = Dispatcher(
+            self.engine,
+            self.problems,
+            self._members,
+            self.buffer,
+            endings=GroupEndings(
+                recipe.rollout.max_failed_groups, self.groups.max_issues, self.totals, reporter
+            ),
+            schedule=self.schedule,
+        )
+        self._versions = EngineVersions(
+            self.engine, store, self._members, self.schedule, kv=recipe.kv, on_load=self._loaded
+        )
         self._saved_at = time.monotonic()
         self._saved_step = -1
-        self._found = Metrics()
-        self._shown: set[tuple[str, str]] = set()
-        self._checkpoint_s = 0.0
         self._stop = stop or asyncio.Event()
-        self._woken = asyncio.Event()
-        self._published = asyncio.Event()
-        self._loaded = asyncio.Event()
         self._running = False
-        self._members = Members(recipe, self.settings, self.schedule, self.totals)
         self._tasks: asyncio.TaskGroup
-        self._group_tasks: dict[int, asyncio.Task[None]] = {}
         self._evaluation: asyncio.Task[None] | None = None
 
     # -- running ------------------------------------------------------------------------------
@@ -147,33 +141,32 @@ class Loop:
     async def run(self) -> None:
         """Train to the last step, the end of the data, or stop(). Raises what went wrong, never an
         ExceptionGroup; Interrupted after stop(), with a checkpoint saved."""
-        self._clock = self._saved_at = time.monotonic()
+        self.metrics.begin()
+        self._saved_at = time.monotonic()
         self._running = True
-        self.schedule.on_advance(self._woken.set)
+        self.schedule.on_advance(self._dispatcher.wake)
         try:
             if self.step == 0:
                 await self.checkpoint()  # whatever is killed from here on can be resumed
             async with asyncio.TaskGroup() as self._tasks:
-                for group in self.groups:
-                    if group.state == "running":
-                        self._start_group(group)
+                self._dispatcher.begin(self._tasks)
                 self._ask_canaries()
                 endless = [
-                    self._spawn(self._dispatch_groups(), "dispatch"),
-                    self._spawn(self._bring_versions(), "bring versions"),
-                    *(self._spawn(watch(), "watch") for watch in self.watchers),
+                    self._spawn(self._dispatcher.run(), "dispatch"),
+                    self._spawn(self._versions.run(), "bring versions"),
+                    *(self._spawn(watch(), "watch") for watch in self.instruments.watchers),
                 ]
                 await self._train_steps()
-                for task in [*endless, *self._group_tasks.values()]:
+                for task in endless:
                     task.cancel()
+                self._dispatcher.cancel()
                 if self._evaluation is not None and self.stopping:
                     self._evaluation.cancel()
         except BaseExceptionGroup as failures:
             raise _first(failures) from failures
         finally:
             self._running = False
-            self._account_time()
-            self.totals.merge(self._found)
+            self.metrics.end()
             if self.ledger is not None:
                 await self.ledger.close()
         self._members.note_leftover()
@@ -194,95 +187,6 @@ class Loop:
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return self._tasks.create_task(work, name=name)
 
-    # -- dispatch and rollouts ----------------------------------------------------------------
-
-    async def _dispatch_groups(self) -> None:
-        while True:
-            self._woken.clear()
-            while group := self._next_group():
-                self.groups.start(group)
-                self._members.begin(group.id)
-                self._start_group(group)
-            await self._woken.wait()
-
-    def _start_group(self, group: Group) -> None:
-        task = self._spawn(self._run_group(group), f"group {group.id}")
-        self._group_tasks[group.id] = task
-
-    def _next_group(self) -> Group | None:
-        """A new lease, if the steps left need one and F admits it at the engine's version."""
-        version = self.engine.version
-        if self.schedule.replay is not None:
-            event = self.schedule.replay.next
-            if event is None or event["event"] != "dispatch":
-                return None
-            version = event["version"]
-        if self.groups.remaining() == 0 or not self.groups.can_dispatch(version):
-            return None
-        group = self.groups.reissue(version) or self._new_group(version)
-        if group is not None:
-            self.schedule.note(
-                "dispatch",
-                group=group.id,
-                task=group.task,
-                problem=group.problem,
-                issue=group.issue,
-                version=version,
-            )
-        return group
-
-    def _new_group(self, version: int) -> Group | None:
-        """The next problem; at the end of the data None, and no more will come."""
-        upcoming = self.problems.next()
-        if upcoming is None:
-            if not self.groups.closed:
-                self.groups.close()
-            return None
-        return self.groups.dispatch(*upcoming, version)
-
-    async def _run_group(self, group: Group) -> None:
-        trajectories = await self._members.play(group)
-        scored = sum(t.reward is not None for t in trajectories)
-        if scored < MIN_SCORED:
-            await self.schedule.turn("fail", group=group.id)
-        del self._group_tasks[group.id]
-        self._members.end(group.id)
-        self.buffer.add(group.id, trajectories)
-        if group.state != "failed":
-            self._failed_in_a_row = 0
-            if group.state == "filtered":
-                self.schedule.note("filter", group=group.id)
-                self.problems.record(trajectories)
-                self.totals.add_sum("filtered_groups", 1.0)
-        else:
-            self.schedule.note("fail", group=group.id)
-            self._note_failure(group, trajectories)
-        self._woken.set()
-
-    def _note_failure(self, group: Group, trajectories: list[Trajectory]) -> None:
-        self._failed_in_a_row += 1
-        self.totals.add_sum("failed_groups", 1.0)
-        errors = [t.error for t in trajectories if t.error]
-        reason = errors[0] if errors else "fewer than two members were scored"
-        # The numbers in a message often differ where the fault is one.
-        alike = re.sub(r"\d+", "N", reason)
-        self._reasons[alike] += 1
-        if self._reasons[alike] <= NAMED_FAILURES:
-            more = "" if self._reasons[alike] < NAMED_FAILURES else MORE_FAILURES
-            self.reporter.message(
-                f"group {group.id} (problem {group.problem}) failed: {reason}{more}"
-            )
-        if group.issue + 1 >= self.groups.max_issues:
-            self.totals.add_sum("abandoned_problems", 1.0)
-            self.reporter.message(
-                f"problem {group.problem} is given up: {self.groups.max_issues} groups of it failed"
-            )
-        if self._failed_in_a_row >= self.recipe.rollout.max_failed_groups:
-            raise EngineError(
-                f"{self._failed_in_a_row} groups in a row failed "
-                f"(rollout.max_failed_groups); the last one: {reason}"
-            )
-
     # -- training -----------------------------------------------------------------------------
 
     async def _train_steps(self) -> None:
@@ -295,7 +199,7 @@ class Loop:
             self.schedule.note("train", step=self.step, groups=[g.id for m in batch for g in m])
             for group in (g for minibatch in batch for g in minibatch):
                 self.problems.record(group.trajectories)
-            self._woken.set()
+            self._dispatcher.wake()
             results = await self.trainer.train(batch)
             if skipped := sum(result.skipped for result in results):
                 self.groups.skip(skipped)
@@ -303,8 +207,8 @@ class Loop:
             for groups, result in zip(batch, results, strict=True):
                 self._record(groups, result)
                 await self._enter(groups, result)
-            self._published.set()
-            self._woken.set()
+            self._versions.published()
+            self._dispatcher.wake()
             self._evaluate_if_due(len(results))
             await self._checkpoint_if_due()
         if self.stopping:
@@ -337,24 +241,7 @@ class Loop:
 
     def _record(self, groups: list[TrainingGroup], result: StepResult) -> None:
         self.step = result.step
-        self._account_time()
-        self._note_findings(result.findings, f"before step {result.step}")
-        result.metrics.merge(self._found)
-        self._found = Metrics()
-        if len(self.settings) > 1:
-            result.metrics.merge(task_diagnostics([t for g in groups for t in g.trajectories]))
-        self.totals.merge(result.metrics)
-        if result.skipped:
-            self.reporter.message(
-                f"step {result.step} taught nothing and was skipped: within each of its groups all "
-                "outcomes are equal (advantages compare outcomes, whatever the shaped rewards)"
-            )
-        row = {**result.metrics.to_row(), **self.gauges(), "checkpoint_s": self._checkpoint_s}
-        if len(self.settings) > 1:
-            rates = self.problems.pass_rates()
-            row |= {f"task/{name}/pass_rate": rate for name, rate in rates.items()}
-        self._checkpoint_s = 0.0
-        self.writer.write(step=result.step, version=result.version, wall_s=self.wall_s, values=row)
+        row = self.metrics.stepped(groups, result)
         self.schedule.note(
             "step",
             step=result.step,
@@ -365,10 +252,10 @@ class Loop:
             lr=row.get("lr"),
             weights=result.digest,
         )
-        self.reporter.stepped(result.step, result.version, self.wall_s, row)
+        self.reporter.stepped(result.step, result.version, self.metrics.wall_s, row)
         shown = groups[0].trajectories[0]
         ids = [int(t) for s in shown.segments for t in s.token_ids]
-        self.reporter.rolled_out(shown, self.setting.codec.decode(ids))
+        self.reporter.rolled_out(shown, self._decode(ids))
 
     async def _enter(self, groups: list[TrainingGroup], result: StepResult) -> None:
         """The step into the ledger; written beside what follows."""
@@ -381,50 +268,21 @@ class Loop:
                 version=result.version,
             )
 
-    async def _bring_versions(self) -> None:
-        """Give the engine the newest published version, again and again."""
-        while True:
-            await self._published.wait()
-            self._published.clear()
-            while (version := self._version_due()) is not None:
-                async with self._members.quiet():
-                    await self.engine.load(version, self.store, self.recipe.kv)
-                await self.schedule.turn("load", version=version)
-                self.schedule.note("load", version=version)
-                self._woken.set()
-                self._loaded.set()
-                self._ask_canaries()
-
-    def _version_due(self) -> int | None:
-        """The version that the engine should have and has not; None: it is up to date."""
-        newest = self.store.latest()
-        if newest is None or newest <= self.engine.version:
-            return None
-        if self.schedule.replay is None:
-            return newest
-        planned = self.schedule.upcoming("load")
-        return None if planned is None or planned["version"] > newest else planned["version"]
-
     # -- guard --------------------------------------------------------------------------------
 
+    def _loaded(self) -> None:
+        """The engine has another version."""
+        self._dispatcher.wake()
+        self._ask_canaries()
+
     def _ask_canaries(self) -> None:
-        if self.canaries is not None:
-            self._spawn(self._check_canaries(self.canaries), "canaries")
+        if self.instruments.canaries is not None:
+            self._spawn(self._check_canaries(self.instruments.canaries), "canaries")
 
     async def _check_canaries(
         self, canaries: Callable[[], Coroutine[Any, Any, list[Finding]]]
     ) -> None:
-        self._note_findings(await canaries(), f"after step {self.step}")
-
-    def _note_findings(self, findings: Sequence[Finding], when: str) -> None:
-        """Count them; each kind is shown once."""
-        for finding in findings:
-            self._found.add_sum(f"guard/{finding.check}/{finding.kind}", 1.0)
-            if (finding.check, finding.kind) not in self._shown:
-                self._shown.add((finding.check, finding.kind))
-                self.reporter.message(
-                    f"guard, {when}: {finding.check}, {finding.kind}: {finding.message}"
-                )
+        self.metrics.note_findings(await canaries(), f"after step {self.step}")
 
     # -- evaluation ---------------------------------------------------------------------------
 
@@ -442,26 +300,7 @@ class Loop:
             self.reporter.message(f"evaluation of version {version} left out: {error}")
 
     def _evaluated(self, accuracy: Accuracy, results: Sequence[EvalResult]) -> None:
-        self._account_time()
-        problems, version = sum(result.num_problems for result in results), accuracy.version
-        mean, low, high = mean_and_interval(results)
-        row = {
-            "eval/accuracy": mean,
-            "eval/accuracy_low": low,
-            "eval/accuracy_high": high,
-            "eval/problems": float(problems),
-        }
-        if len(results) > 1:
-            row |= {f"eval/{result.task}/accuracy": result.avg_at_k for result in results}
-        self.writer.write(step=self.step, version=version, wall_s=self.wall_s, values=row)
-        self.reporter.evaluated(version, accuracy.accuracy, problems)
-        for result in results:
-            for status, error in result.errors.items():
-                number = f"{result.failures[status]} of {result.num_rollouts} held-out rollouts"
-                self.reporter.message(
-                    f"{number} of {result.task} failed with {status}, which counts as not solved: "
-                    f"{error}"
-                )
+        self.metrics.evaluated(self.step, accuracy, results)
 
     # -- checkpoints --------------------------------------------------------------------------
 
@@ -490,30 +329,24 @@ class Loop:
         if self._running:
             self.schedule.note("checkpoint", step=self.step)
             if self.schedule.deterministic and self.step:
-                await self._load_now(await self.trainer.publish())
+                await self._versions.reach(await self.trainer.publish())
             drawn = await self.engine.snapshot()
         # No await between the snapshot and this: what the engine had drawn and what the rollouts
         # had taken from it are of one moment.
         state, columns = self.state(drawn)
-        position = self.engine_position()
+        position = self.instruments.engine_position()
         state["engine"] = None if position is None else position.pack()
         self.schedule.sync()
         if self.ledger is not None:
             state["ledger_parts"] = await self.ledger.sync(self.step)
         await self.checkpoints.write(self.step, state, columns, self.trainer.save)
         self._saved_at, self._saved_step = time.monotonic(), self.step
-        self._checkpoint_s += self._saved_at - began
-
-    async def _load_now(self, version: int) -> None:
-        self._published.set()
-        while self.engine.version < version:
-            self._loaded.clear()
-            await self._loaded.wait()
+        self.metrics.note_checkpoint(self._saved_at - began)
 
     def state(self, drawn: Mapping[RolloutId, Segment]) -> tuple[dict[str, Any], Columns]:
         """The controller's part of a checkpoint, as JSON data and columns of tokens. drawn: what
         the engine had drawn of the turns under way, in the order of its rows."""
-        self._account_time()
+        self.metrics.account_time()
         pool = SegmentPool()
         state = {
             "step": self.step,
@@ -524,7 +357,7 @@ class Loop:
             "members": self._members.pack(self.groups, drawn, pool),
             "totals": self.totals.to_state(),
             "accuracies": self.evaluations.found,
-            "wall_s": self.wall_s,
+            "wall_s": self.metrics.wall_s,
             "schedule": self.schedule.position(),
         }
         return state, pool.columns()
@@ -547,12 +380,7 @@ class Loop:
             self._members.restart_other_versions(self.version)
         self.totals.merge(Metrics.from_state(state["totals"]))
         self.evaluations.found = [Accuracy(*entry) for entry in state["accuracies"]]
-        self.wall_s = state["wall_s"]
-
-    def _account_time(self) -> None:
-        now = time.monotonic()
-        self.wall_s += now - self._clock
-        self._clock = now
+        self.metrics.wall_s = state["wall_s"]
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -17,7 +17,7 @@ from typing import Any
 
 from .config import Recipe
 from .errors import CheckpointError
-from .groups import Group
+from .group import Group
 from .metrics import Metrics
 from .recorded import as_recorded, recorded_end, recorded_leftover, recorded_setting
 from .rollout import RolloutSetting, run_rollout

@@ -4,21 +4,17 @@
     micro-batch --+--> Metrics.merge --> to_row --> MetricsWriter --> metrics.jsonl, TensorBoard
     process     --+
 
-A mean travels as total and count, a quantile as counted values, an effective sample size as sums:
-whatever the order and the grouping in which parts are merged, the row is that of all of them
-together, never a mean of means. Plain Python data, so that it crosses process borders. A value
-that is not finite is left out of its metric and counted beside it, so it is neither hidden nor
-does it hide the others.
+Whatever the order and the grouping in which parts are merged, the row is that of all of them
+together (`estr.reducers`). A value that is not finite is left out of its metric and counted beside
+it, so it is neither hidden nor does it hide the others.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, Self
@@ -26,150 +22,22 @@ from typing import Any, NamedTuple, Protocol, Self
 import numpy as np
 
 from .errors import DataError
-
-Row = dict[str, float | None]
-
-QUANTILES = (0.5, 0.9, 0.99)
+from .reducers import (
+    EffectiveSampleSize,
+    Max,
+    Mean,
+    Min,
+    Quantiles,
+    Reducer,
+    Row,
+    Sum,
+    Variance,
+    pack_reducer,
+    unpack_reducer,
+)
 
 RECORD_KEYS = ("step", "version", "wall_s")
 """What every line of metrics.jsonl begins with; no metric may have one of these names."""
-
-
-class Reducer(Protocol):
-    """Part of a metric. `merged` is associative and commutative up to float rounding."""
-
-    def merged(self, other: Any) -> Reducer:
-        """This part and another one of the same class, together."""
-        ...
-
-    def values(self, name: str) -> Row:
-        """What the metric `name` contributes to a row; None where there is nothing to say."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Mean:
-    """total / count."""
-
-    total: float
-    count: float
-
-    def merged(self, other: Mean) -> Mean:
-        return Mean(self.total + other.total, self.count + other.count)
-
-    def values(self, name: str) -> Row:
-        return {name: self.total / self.count if self.count else None}
-
-
-@dataclass(frozen=True, slots=True)
-class Sum:
-    total: float
-
-    def merged(self, other: Sum) -> Sum:
-        return Sum(self.total + other.total)
-
-    def values(self, name: str) -> Row:
-        return {name: self.total}
-
-
-@dataclass(frozen=True, slots=True)
-class Max:
-    value: float
-
-    def merged(self, other: Max) -> Max:
-        return Max(max(self.value, other.value))
-
-    def values(self, name: str) -> Row:
-        return {name: self.value}
-
-
-@dataclass(frozen=True, slots=True)
-class Min:
-    value: float
-
-    def merged(self, other: Min) -> Min:
-        return Min(min(self.value, other.value))
-
-    def values(self, name: str) -> Row:
-        return {name: self.value}
-
-
-@dataclass(frozen=True, slots=True)
-class Moments:
-    """Sum, sum of squares and number of some values x; what is read from them is the subclass's."""
-
-    total: float
-    squares: float
-    count: float
-
-    def merged(self, other: Moments) -> Self:
-        return type(self)(
-            self.total + other.total, self.squares + other.squares, self.count + other.count
-        )
-
-
-class Variance(Moments):
-    """Mean of x^2 - (mean of x)^2, the population variance."""
-
-    __slots__ = ()
-
-    def values(self, name: str) -> Row:
-        if not self.count:
-            return {name: None}
-        return {name: max(0.0, self.squares / self.count - (self.total / self.count) ** 2)}
-
-
-class EffectiveSampleSize(Moments):
-    """(sum x)^2 / (n * sum x^2) of n weights x, as a share of n: 1 where all are equal (Kish 1965,
-    Survey Sampling)."""
-
-    __slots__ = ()
-
-    def values(self, name: str) -> Row:
-        return {name: self.total**2 / (self.count * self.squares) if self.squares else None}
-
-
-@dataclass(frozen=True, slots=True)
-class Quantiles:
-    """Every distinct value with its count: exact, and small for what is a whole number (lags,
-    lengths). Quantile q is the smallest value that at least a share q of all values do not exceed,
-    so it is always a value that occurred."""
-
-    counts: Mapping[float, int]
-
-    def merged(self, other: Quantiles) -> Quantiles:
-        return Quantiles(Counter(self.counts) + Counter(other.counts))
-
-    def values(self, name: str) -> Row:
-        keys = [f"{name}_mean", *(f"{name}_p{100 * q:g}" for q in QUANTILES), f"{name}_max"]
-        if not self.counts:
-            return dict.fromkeys(keys)
-        values = np.array(sorted(self.counts), dtype=np.float64)
-        counts = np.array([self.counts[value] for value in values.tolist()])
-        reached = np.cumsum(counts)
-        at = [int(np.searchsorted(reached, q * reached[-1])) for q in QUANTILES]
-        mean = float(values @ counts / reached[-1])
-        return dict(
-            zip(keys, [mean, *(float(values[i]) for i in at), float(values[-1])], strict=True)
-        )
-
-
-_REDUCERS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Mean, Sum, Max, Min, Variance, EffectiveSampleSize, Quantiles)
-}
-
-
-def _fields(reducer: Any) -> Iterable[Any]:
-    if isinstance(reducer, Quantiles):
-        return [sorted(reducer.counts.items())]  # JSON has no numbers as keys
-    return list(dataclasses.astuple(reducer))
-
-
-def _reducer(kind: str, fields: list[Any]) -> Reducer:
-    if kind == Quantiles.__name__:
-        return Quantiles({float(value): int(count) for value, count in fields[0]})
-    reducer: Reducer = _REDUCERS[kind](*fields)
-    return reducer
 
 
 class Metrics:
@@ -239,8 +107,8 @@ class Metrics:
     def to_state(self) -> dict[str, Any]:
         """Everything as JSON data, for a checkpoint."""
         reducers = {
-            name: None if r is None else [type(r).__name__, list(_fields(r))]
-            for name, r in self._reducers.items()
+            name: None if reducer is None else pack_reducer(reducer)
+            for name, reducer in self._reducers.items()
         }
         return {"reducers": reducers, "nonfinite": dict(self._nonfinite)}
 
@@ -250,7 +118,7 @@ class Metrics:
         metrics = cls()
         try:
             for name, entry in state["reducers"].items():
-                metrics._reducers[name] = None if entry is None else _reducer(*entry)
+                metrics._reducers[name] = None if entry is None else unpack_reducer(*entry)
             metrics._nonfinite.update(state["nonfinite"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DataError(f"the saved metrics are malformed: {error!r}") from error

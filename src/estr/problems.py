@@ -22,6 +22,7 @@ from .config import Recipe
 from .environment import Task
 from .errors import ConfigError
 from .options.run import CurriculumOptions
+from .options.tasks import entries
 from .types import Trajectory
 
 _MEMORY = 0.9
@@ -167,6 +168,17 @@ class Problems:
             source.cursor, source.credit = saved["cursor"], saved["credit"]
             source.pass_rate = saved["pass_rate"]
             source.rates, source.passed = _table(saved["rates"]), _table(saved["passed"])
+
+
+def build_problems(recipe: Recipe, tasks: Sequence[Task], split: str) -> Problems:
+    """Those of these tasks, as the recipe weighs and repeats them."""
+    return Problems(
+        {task.name: task for task in tasks},
+        split=split,
+        weights={entry.label: entry.weight for entry in entries(recipe.task)},
+        epochs=recipe.epochs,
+        curriculum=recipe.curriculum,
+    )
 
 
 def _table(pairs: Iterable[Sequence[Any]]) -> dict[int, Any]:

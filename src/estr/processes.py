@@ -21,6 +21,7 @@ from .calls import all_or_none
 from .config import Recipe
 from .engines.pool import EnginePool
 from .engines.process import EngineProcess
+from .engines.transfer import TransferStore
 from .errors import ScheduleError
 from .evaluator_process import EvaluatorProcess
 from .run_folder import RunFolder, weights_folder
@@ -100,9 +101,7 @@ class LocalProcesses(Processes):
     ) -> LocalProcesses:
         """All at once; as soon as one does not come up, the others are given up."""
         needed = bytes_needed(model, recipe)
-        processes = cls(
-            FileWeightStore(weights_folder(folder.path, needed), keep=recipe.max_staleness + 2)
-        )
+        processes = cls(weight_store(weights_folder(folder.path, needed), recipe))
         try:
             await processes._start(model, recipe, folder, replay)
         except BaseException:
@@ -143,6 +142,21 @@ class LocalProcesses(Processes):
 
     def _forget_weights(self) -> None:
         shutil.rmtree(self.store.folder, ignore_errors=True)
+
+
+def weight_store(folder: Path, recipe: Recipe) -> FileWeightStore:
+    """Between the processes of this machine; `engine.weight_transfer` says whether versions travel
+    in its files alone."""
+    keep, engine = recipe.max_staleness + 2, recipe.engine
+    if engine.weight_transfer == "file":
+        return FileWeightStore(folder, keep)
+    return TransferStore(
+        folder,
+        keep,
+        backend=engine.weight_transfer,
+        device="cpu" if engine.weight_transfer == "gloo" else recipe.trainer.device,
+        timeout_s=engine.timeout_s / 2,  # it fails with a reason before it is taken for hung
+    )
 
 
 def bytes_needed(model: Path, recipe: Recipe) -> int:

@@ -67,29 +67,7 @@ async def run_rollout(
     """
     start_s = time.monotonic() - setting.started_at
     state = RolloutState() if state is None else state
-    status: Status
-    error: str | None = None
-    try:
-        async with asyncio.timeout(setting.limits.timeout_s):
-            try:
-                status = await _run(setting, state, rollout_id, problem, deadline_version)
-            except _NotRestored:
-                state.restart()
-                status = await _run(setting, state, rollout_id, problem, deadline_version)
-    except TimeoutError:
-        status = "timeout"
-        error = f"no end within rollout.timeout_s = {setting.limits.timeout_s:g} s"
-    except (EngineError, WorkerError) as failure:
-        status, error = "engine_error", str(failure)
-    except GraderError as failure:
-        status, error = "grader_error", str(failure)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        status, error = "env_error", "the environment raised CancelledError by itself"
-    except Exception as failure:  # noqa: BLE001 - a user's environment may raise anything
-        status, error = "env_error", f"{type(failure).__name__}: {failure}"
+    status, error = await _end(setting, state, rollout_id, problem, deadline_version)
     reply = state.replies[-1] if state.ended else None
     outcome, rewards, reward = _score(setting.task, status, reply)
     if reward is not None and (penalty := _overlong_penalty(setting, state)):
@@ -116,6 +94,36 @@ async def run_rollout(
         },
         error=error,
     )
+
+
+async def _end(
+    setting: RolloutSetting,
+    state: RolloutState,
+    rollout_id: RolloutId,
+    problem: int,
+    deadline_version: int,
+) -> tuple[Status, str | None]:
+    """Play to the end: (status, what went wrong)."""
+    try:
+        async with asyncio.timeout(setting.limits.timeout_s):
+            try:
+                return await _run(setting, state, rollout_id, problem, deadline_version), None
+            except _NotRestored:
+                state.restart()
+                return await _run(setting, state, rollout_id, problem, deadline_version), None
+    except TimeoutError:
+        return "timeout", f"no end within rollout.timeout_s = {setting.limits.timeout_s:g} s"
+    except (EngineError, WorkerError) as failure:
+        return "engine_error", str(failure)
+    except GraderError as failure:
+        return "grader_error", str(failure)
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        return "env_error", "the environment raised CancelledError by itself"
+    except Exception as failure:  # noqa: BLE001 - a user's environment may raise anything
+        return "env_error", f"{type(failure).__name__}: {failure}"
 
 
 class _NotRestored(Exception):

@@ -21,7 +21,7 @@ from .config import Recipe
 from .errors import CheckpointError, ConfigError, DataError, EstrError, Interrupted
 from .evaluations import Evaluations
 from .ledger import LedgerWriter
-from .loop import Loop
+from .loop import Instruments, Loop
 from .machine import check_devices, check_packages
 from .metrics import MetricsWriter
 from .problems import check_curriculum
@@ -131,11 +131,7 @@ async def _train(
         for log in also:
             stack.callback(log.close)
         reporter.starting()
-        processes: Processes
-        if recipe.placement == "ray":
-            processes = await RayProcesses.start(model, recipe, folder, reporter.message)
-        else:
-            processes = await LocalProcesses.start(model, recipe, folder, replay)
+        processes = await _start(model, recipe, folder, reporter, replay)
         try:
             settings = [
                 RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
@@ -145,27 +141,37 @@ async def _train(
             writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step, also=also))
             loop = Loop(
                 recipe,
-                settings[0],
+                settings,
                 processes.trainer,
                 processes.store,
-                other_settings=settings[1:],
                 reporter=reporter,
                 writer=writer,
                 evaluations=Evaluations(recipe.eval, processes.evaluator, folder.model_best),
                 checkpoints=Checkpoints(folder.checkpoints, recipe.checkpoint.keep, data=data),
                 ledger=_ledger(recipe, folder),
-                watchers=processes.watchers(recipe),
-                gauges=processes.gauges,
-                canaries=None if recipe.guard == "off" else processes.canaries(recipe),
+                instruments=Instruments(
+                    watchers=processes.watchers(recipe),
+                    gauges=processes.gauges,
+                    canaries=None if recipe.guard == "off" else processes.canaries(recipe),
+                    engine_position=lambda: processes.position,
+                ),
                 stop=stop,
                 schedule=schedule,
-                engine_position=lambda: processes.position,
             )
             if saved is not None:
                 await _restore(saved, loop)
             return await _run(loop, processes, folder, saved)
         finally:
             await processes.close()
+
+
+async def _start(
+    model: Path, recipe: Recipe, folder: RunFolder, reporter: Reporter, replay: Path | None
+) -> Processes:
+    """Engine, trainer and evaluator, where the recipe places them."""
+    if recipe.placement == "ray":
+        return await RayProcesses.start(model, recipe, folder, reporter.message)
+    return await LocalProcesses.start(model, recipe, folder, replay)
 
 
 def _logs(recipe: Recipe, folder: RunFolder) -> list[WandbLog]:
@@ -277,7 +283,7 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
     row = loop.totals.to_row()
     accuracies = [accuracy for _, accuracy, _ in loop.evaluations.found]
     best = max(loop.evaluations.found, key=lambda entry: entry.lower, default=None)
-    tokens = int(row.get("eligible_tokens") or 0)
+    tokens, wall_s = int(row.get("eligible_tokens") or 0), loop.metrics.wall_s
     return Summary(
         name=folder.path.name,
         steps=loop.step,
@@ -285,8 +291,8 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
         start_accuracy=accuracies[0] if accuracies else None,
         final_accuracy=accuracies[-1] if accuracies else None,
         best_accuracy=None if best is None else best.accuracy,
-        wall_s=round(loop.wall_s, 3),
-        tokens_per_s=round(tokens / loop.wall_s, 1) if loop.wall_s else 0.0,
+        wall_s=round(wall_s, 3),
+        tokens_per_s=round(tokens / wall_s, 1) if wall_s else 0.0,
         trained_tokens=tokens,
         intra_max=int(row.get("intra_max") or 0),
         inter_max=int(row.get("inter_max") or 0),

@@ -142,6 +142,16 @@ class FileWeightStore:
         return versions[-1] if versions else None
 
 
+def bit_sum(tensor: Tensor) -> int:
+    """The bit patterns of all elements, summed modulo 2^64: the same however the tensor is cut,
+    joined with others or transposed, which is what engines do to weights, and zero for padding."""
+    import torch
+
+    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    bits = tensor.contiguous().view(kinds[tensor.element_size()])
+    return int(bits.sum(dtype=torch.int64)) % 2**64
+
+
 def _at_least_one(keep: int) -> int:
     if keep < 1:
         raise ValueError(f"a weight store keeps at least 1 version, not {keep}")

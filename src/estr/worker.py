@@ -44,6 +44,18 @@ _IDLE_POLL_S = 1.0
 _LOG_TAIL_BYTES = 4096
 
 
+def torch_settings(threads: int) -> dict[str, str]:
+    """Environment variables that torch reads when it is imported."""
+    return {
+        "OMP_NUM_THREADS": str(threads),
+        "MKL_NUM_THREADS": str(threads),
+        # oneDNN keeps up to 1024 compiled products of bfloat16 matrices, one for each shape, and
+        # batches have ever new shapes: that is gigabytes after some hours, and no faster.
+        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+        "LRU_CACHE_CAPACITY": "64",
+    }
+
+
 class Worker(Calls):
     """The controller's end. All methods are called from one event loop."""
 
@@ -76,7 +88,7 @@ class Worker(Calls):
         Raises WorkerError (or the EstrError that the factory raised) when it does not come up.
         """
         ours, theirs = socket.socketpair()
-        own = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **(env or {})}
+        own = {**torch_settings(threads), **(env or {})}
         command = [python, "-m", "estr.worker", str(theirs.fileno()), str(nice)]
         output = open(log, "ab") if log else None  # noqa: SIM115 - closed right below
         try:

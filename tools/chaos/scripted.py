@@ -171,7 +171,7 @@ async def _run(folder: Path) -> None:
     with MetricsWriter(folder, tensorboard=False) as writer:
         loop = Loop(
             the_recipe,
-            setting,
+            [setting],
             trainer,
             store,
             reporter=SilentReporter(),

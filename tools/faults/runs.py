@@ -20,7 +20,7 @@ from estr.engine import KVPolicy, Request
 from estr.engines.in_process import InProcessEngine
 from estr.engines.local import LocalEngine
 from estr.errors import GuardError, Interrupted
-from estr.loop import Loop
+from estr.loop import Instruments, Loop
 from estr.metrics import MetricsWriter
 from estr.models import load_model, resolve_model, vocabulary_size
 from estr.progress import SilentReporter
@@ -204,11 +204,11 @@ async def _play(
     with MetricsWriter(folder, tensorboard=False) as writer:
         loop = trainer.loop = Loop(
             recipe,
-            RolloutSetting(faulty, *play, recipe.rollout),
+            [RolloutSetting(faulty, *play, recipe.rollout)],
             trainer,
             store,
             writer=writer,
-            canaries=canaries,
+            instruments=Instruments(canaries=canaries),
             **{"reporter": SilentReporter(), **loop_settings},
         )
         await faulty.load(await trainer.publish(), store, recipe.kv)

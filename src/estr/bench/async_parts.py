@@ -19,7 +19,7 @@ from ..buffer import TrainingGroup
 from ..config import Recipe
 from ..engines.process import EngineProcess
 from ..errors import ConfigError
-from ..loop import Loop
+from ..loop import Instruments, Loop
 from ..metrics import MetricsWriter
 from ..progress import Row, SilentReporter
 from ..rollout import RolloutSetting, run_rollout
@@ -153,12 +153,12 @@ class Pair:
         ):
             loop = Loop(
                 recipe,
-                self.setting,
+                [self.setting],
                 self.trainer,
                 self.store,
                 reporter=clock,
                 writer=writer,
-                watchers=[when_warm],
+                instruments=Instruments(watchers=[when_warm]),
             )
             await loop.run()
         after = await self._statistics()

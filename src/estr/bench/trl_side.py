@@ -32,7 +32,7 @@ def measure(work: dict[str, Any]) -> dict[str, float]:
     import torch
     from datasets import Dataset
     from transformers import TrainerCallback
-    from trl import GRPOConfig, GRPOTrainer
+    from trl import GRPOTrainer
 
     torch.set_num_threads(work["threads"])
     task = GradedTask(read_options(GradedOptions, work["task"], "task"))
@@ -60,30 +60,10 @@ def measure(work: dict[str, Any]) -> dict[str, float]:
     indices = list(range(work["steps"] * work["groups"]))
     prompts = asyncio.run(_prompts(task, indices))
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            per_device_train_batch_size=work["groups"] * work["size"],
-            num_generations=work["size"],
-            max_completion_length=work["max_new_tokens"],
-            max_steps=work["steps"],
-            learning_rate=work["lr"],
-            temperature=1.0,
-            beta=0.0,
-            shuffle_dataset=False,
-            gradient_checkpointing=False,
-            use_transformers_continuous_batching=work["continuous"],
-            transformers_continuous_batching_config=_cache(work) if work["continuous"] else None,
-            use_cpu=True,
-            bf16=False,
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            seed=0,
-        )
         trainer = GRPOTrainer(
             model=_model(work["model"], work["stops"]),
             reward_funcs=graded,
-            args=config,
+            args=_config(work, folder),
             train_dataset=Dataset.from_dict({"prompt": prompts, "index": indices}),
             processing_class=_tokenizer(work["model"]),
             callbacks=[Clock()],
@@ -96,6 +76,31 @@ def measure(work: dict[str, Any]) -> dict[str, float]:
         "length": sum(lengths) / len(lengths),
         "outcome": sum(outcomes) / len(outcomes),
     }
+
+
+def _config(work: dict[str, Any], folder: str) -> Any:
+    from trl import GRPOConfig
+
+    return GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=work["groups"] * work["size"],
+        num_generations=work["size"],
+        max_completion_length=work["max_new_tokens"],
+        max_steps=work["steps"],
+        learning_rate=work["lr"],
+        temperature=1.0,
+        beta=0.0,
+        shuffle_dataset=False,
+        gradient_checkpointing=False,
+        use_transformers_continuous_batching=work["continuous"],
+        transformers_continuous_batching_config=_cache(work) if work["continuous"] else None,
+        use_cpu=True,
+        bf16=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        seed=0,
+    )
 
 
 def _cache(work: dict[str, Any]) -> dict[str, int]:

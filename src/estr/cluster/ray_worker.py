@@ -25,7 +25,7 @@ from typing import Any
 
 from ..calls import NO_ANSWER, Calls, Message
 from ..errors import ConfigError, WorkerError
-from ..worker import host_and_serve, last_lines, lower_priority, search_path
+from ..worker import host_and_serve, last_lines, lower_priority, search_path, torch_settings
 from .ray_child import Spawn, serve_from_child
 
 START_TIMEOUT_S = 600.0
@@ -264,8 +264,7 @@ class _QueueChannel:
 def _settle(surroundings: Surroundings) -> None:
     """Before torch is imported: threads, priority, and what the controller finds, as far as it is
     on this node, too."""
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[variable] = str(surroundings.threads)
+    os.environ.update(torch_settings(surroundings.threads))
     if surroundings.nice:
         lower_priority(surroundings.nice)
     with contextlib.suppress(OSError):

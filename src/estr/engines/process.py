@@ -19,9 +19,10 @@ from ..errors import EngineError, EngineTimeout, WeightsError, WorkerError
 from ..options.run import EngineOptions
 from ..schedule import EngineSchedule, Position
 from ..types import RolloutId, Segment
-from ..weights import WeightStore
+from ..weights import State, WeightStore
 from ..worker import CpuBudget, Worker, busy_share, require_determinism
 from .interpreter import vllm_process
+from .transfer import TransferStore
 
 if TYPE_CHECKING:
     from .local import LocalEngine
@@ -160,6 +161,8 @@ class EngineHost:
         schedule: EngineSchedule | None = None,
     ) -> None:
         self._scheduled: ScheduledEngine | None = None
+        self._rounded: frozenset[str] = frozenset()
+        self._quantization = options.quantization
         self._engine: LocalEngine | VllmEngine
         if options.name == "vllm":
             from .vllm import VllmEngine
@@ -184,10 +187,14 @@ class EngineHost:
         schedule: EngineSchedule | None,
     ) -> LocalEngine:
         from ..models import load_model, vocabulary_size
+        from ..quantization import inner_linear_weights
         from .local import LocalEngine
         from .scheduled import ScheduledEngine
 
         model = load_model(folder, dtype=options.dtype, device=options.device)
+        if options.quantization != "none":
+            self._rounded = inner_linear_weights(model)
+            model.load_state_dict(self._as_drawn_from(model.state_dict()))
         settings: dict[str, Any] = {
             "version": version,
             "max_batch": options.max_batch,
@@ -215,10 +222,21 @@ class EngineHost:
 
     def load(self, number: int, version: int, weights: WeightStore, kv: KVPolicy) -> None:
         try:
-            self._engine.begin_load(version, weights.fetch(version), kv)
+            self._begin_load(version, weights, kv)
             self._loading = (number, version)
         except Exception as error:  # noqa: BLE001 - the caller of a deferred call must hear of it
             self._results.append((number, portable(error)))
+
+    def _begin_load(self, version: int, weights: WeightStore, kv: KVPolicy) -> None:
+        found: Any = weights.offer(version) if isinstance(weights, TransferStore) else None
+        self._engine.begin_load(version, found or self._as_drawn_from(weights.fetch(version)), kv)
+
+    def _as_drawn_from(self, state: State) -> State:
+        if not self._rounded:
+            return state
+        from ..quantization import quantized_state
+
+        return quantized_state(state, self._rounded, self._quantization)
 
     def snapshot(self, number: int) -> None:
         if self._scheduled is None:

@@ -18,6 +18,7 @@ spawns there; it needs vllm, torch, numpy, safetensors and transformers.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,10 +33,15 @@ from ..types import RolloutId, Segment
 from ..weights import State
 from .rows import Row, in_order, new_row
 from .sampler import uniforms
+from .transfer import Offer
 
 _EXTENSION = "estr.engines.vllm_extension.EstrWorker"
+_GLOO = "estr_gloo"
+_GLOO_ENGINE = ("estr.engines.vllm_gloo", "GlooWeightTransferEngine")
+"""Ours among vLLM's engines for weight transfer: its name there, module and class."""
 _NUM_FACTS = 3
 """Columns of what RecordingSampler records for a token."""
+_COUNTERS = ("steps", "tokens", "prompt_tokens", "cached_tokens", "transfers")
 
 
 class VllmEngine:
@@ -55,16 +61,19 @@ class VllmEngine:
         self._shapes = _shapes(folder)
         self._version = version
         self._max_batch = options.max_batch
+        self._dtype = options.dtype
         self._gini = options.gini
         self._in_flight = in_flight
         self._waiting: dict[RolloutId, Row] = {}
         self._running: dict[str, Row] = {}
-        self._pending: tuple[int, State, KVPolicy] | None = None
+        self._pending: tuple[int, State | Offer, KVPolicy] | None = None
+        self._joined = ""
+        """The sender that vLLM's worker has met."""
         self._arrivals = itertools.count()
         self._names = itertools.count()
         self._num_loads = 0
         self._closed = ""
-        self._counts = dict.fromkeys(("steps", "tokens", "prompt_tokens", "cached_tokens"), 0)
+        self._counts = dict.fromkeys(_COUNTERS, 0)
         self._vllm.collective_rpc("estr_record", args=(version, self._vocab_size))
 
     @property
@@ -84,7 +93,8 @@ class VllmEngine:
 
     def statistics(self) -> dict[str, float]:
         """Counters since the start: steps, tokens drawn, prompt_tokens of requests that drew their
-        first token, and cached_tokens, how many of those came out of the prefix cache."""
+        first token, cached_tokens, how many of those came out of the prefix cache, and transfers,
+        loads that came out of the trainer's memory."""
         return {name: float(count) for name, count in self._counts.items()}
 
     def submit(self, request: Request) -> None:
@@ -109,16 +119,24 @@ class VllmEngine:
         self._waiting.pop(rollout_id, None)
         self._withdraw([n for n, row in self._running.items() if row.request.id == rollout_id])
 
-    def begin_load(self, version: int, state: State, kv: KVPolicy) -> None:
-        """Switch to these weights between two tokens: at once, or (in_flight False) as soon as
-        nothing runs. A newer load replaces one that is still pending.
+    def begin_load(self, version: int, weights: State | Offer, kv: KVPolicy) -> None:
+        """Switch to these weights, or those that the trainer offers, between two tokens: at once,
+        or (in_flight False) as soon as nothing runs. A newer load replaces one that is pending.
 
         Raises WeightsError if the weights do not fit; the old ones then stay in force.
         """
         if kv not in ("recompute", "keep"):
             raise EngineError(f"kv must be 'recompute' or 'keep', not {kv!r}")
-        check_state(state, self._shapes)
-        self._pending = (version, state, kv)
+        if isinstance(weights, Offer):
+            try:
+                weights.check(self._shapes, self._dtype)
+            except WeightsError:
+                weights.close()
+                raise
+        else:
+            check_state(weights, self._shapes)
+        self._forget_pending()
+        self._pending = (version, weights, kv)
         self._switch_if_due()
 
     def step(self) -> list[tuple[RolloutId, Segment]]:
@@ -165,6 +183,7 @@ class VllmEngine:
     def close(self) -> None:
         """Drop all requests and free everything. May be called twice."""
         self._drop_all()
+        self._forget_pending()
         self._closed = self._closed or "the engine is closed"
         self._vllm.engine_core.shutdown()
 
@@ -173,7 +192,7 @@ class VllmEngine:
         if load is None or (self._running and not self._in_flight):
             return
         self._pending = None
-        version, state, kv = load
+        version, weights, kv = load
         # What has drawn nothing yet begins anew, under the new key.
         unread = [name for name, row in self._running.items() if not row.filled]
         self._waiting |= {(row := self._running[name]).request.id: row for name in unread}
@@ -181,7 +200,7 @@ class VllmEngine:
         core = self._vllm.engine_core.engine_core
         core.pause_scheduler(mode="keep", clear_cache=kv == "recompute")
         try:
-            self._vllm.collective_rpc("estr_load", args=(version, state))
+            self._put(version, weights)
         except Exception as error:
             # vLLM has overwritten some of the old weights by now: there is no way back.
             self._closed = f"loading version {version} into vLLM failed: {error}"
@@ -189,6 +208,30 @@ class VllmEngine:
         core.resume_scheduler()
         self._version = version
         self._num_loads += 1
+
+    def _put(self, version: int, weights: State | Offer) -> None:
+        """In the place of the old weights, and verified there."""
+        call = self._vllm.collective_rpc
+        if not isinstance(weights, Offer):
+            call("estr_load", args=(version, weights))
+            return
+        with contextlib.closing(weights):
+            if weights.sender != self._joined:
+                with weights.during("join") as info:
+                    call("init_weight_transfer_engine", kwargs={"init_info": info})
+                self._joined = weights.sender
+            call("estr_watch")
+            call("start_weight_update")
+            with weights.during("send") as info:
+                call("update_weights", kwargs={"update_info": info})
+            call("finish_weight_update")
+            call("estr_verify", args=(version, weights.digest))
+        self._counts["transfers"] += 1
+
+    def _forget_pending(self) -> None:
+        load, self._pending = self._pending, None
+        if load is not None and isinstance(load[1], Offer):
+            load[1].close()
 
     def _admit(self) -> None:
         free = self._max_batch - len(self._running)
@@ -307,6 +350,8 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 def _start(folder: Path, options: EngineOptions) -> Any:
     """vLLM V1, its core in this very process, so that nothing happens between two steps but what
     is asked for. Raises ConfigError where it was built for another kind of device."""
+    from vllm.config import WeightTransferConfig
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -317,6 +362,10 @@ def _start(folder: Path, options: EngineOptions) -> Any:
             f"engine.device = {options.device!r}, but the vLLM of {options.python} runs on "
             f"{current_platform.device_type!r}; change engine.device, or engine.python"
         )
+    backend: str = options.weight_transfer
+    if backend == "gloo":
+        backend = _GLOO
+        WeightTransferEngineFactory.register_engine(backend, *_GLOO_ENGINE)
     return LLMEngine.from_engine_args(
         EngineArgs(
             model=str(folder.resolve()),
@@ -335,5 +384,6 @@ def _start(folder: Path, options: EngineOptions) -> Any:
             logprobs_mode="processed_logprobs",
             disable_log_stats=True,
             worker_extension_cls=_EXTENSION,
+            weight_transfer_config=None if backend == "file" else WeightTransferConfig(backend),
         )
     )

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
+from ..weights import bit_sum
+
 
 class RecordingSampler(Sampler):  # type: ignore[misc] # vllm is not there when types are checked
     """Draws from softmax(logits / temperature) by the inverse of its distribution function.
@@ -96,6 +98,7 @@ class EstrWorker:
     """The methods that estr adds to a vLLM worker."""
 
     model_runner: Any
+    estr_received: _Received
 
     def estr_record(self, version: int, vocab_size: int) -> None:
         """From now on this worker's tokens are drawn and recorded by RecordingSampler.
@@ -112,28 +115,28 @@ class EstrWorker:
         state: every tensor of the checkpoint under its name there. Raises RuntimeError where what
         stands in vLLM's layers afterwards is not what was given; the weights are undefined then.
         """
+        self.estr_watch()
+        given = _Given(state, self.model_runner)
         with torch.no_grad():
-            received = _Received(self.model_runner.get_model())
-            given = _Given(state, self.model_runner)
-            try:
-                self.model_runner.reload_weights(weights_iterator=iter(given))
-            finally:
-                received.stop_watching()
-            digest = received.digest()
-        if digest != given.digest:
+            self.model_runner.reload_weights(weights_iterator=iter(given))
+        self.estr_verify(version, given.digest)
+
+    def estr_watch(self) -> None:
+        """Before weights are loaded: look at all that arrive."""
+        self.estr_received = _Received(self.model_runner.get_model())
+
+    def estr_verify(self, version: int, given: int) -> None:
+        """After it: later tokens carry `version`, if what has arrived has the digest `given`, which
+        is `bit_sum` over all tensors; else RuntimeError, and the weights are undefined."""
+        self.estr_received.stop_watching()
+        with torch.no_grad():
+            digest = self.estr_received.digest()
+        if digest != given:
             raise RuntimeError(
                 f"version {version}: the weights in vLLM's layers have digest {digest:#x}, "
-                f"those that were given {given.digest:#x}"
+                f"those that were given {given:#x}"
             )
         self.model_runner.sampler.version = version
-
-
-def bit_sum(tensor: Tensor) -> int:
-    """The bit patterns of all elements, summed modulo 2^64: the same however the tensor is cut,
-    joined with others or transposed, which is what vLLM does to weights, and zero for padding."""
-    kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    bits = tensor.contiguous().view(kinds[tensor.element_size()])
-    return int(bits.sum(dtype=torch.int64)) % 2**64
 
 
 class _Given:

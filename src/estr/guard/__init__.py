@@ -21,6 +21,7 @@ import numpy as np
 from ..buffer import TrainingGroup
 from ..errors import GuardError, WeightsError
 from ..metrics import Metrics
+from ..quantization import inner_linear_weights, quantized_state
 from ..types import Finding, Segment, Trajectory
 from ..weights import WeightStore
 from ..worker import CpuBudget
@@ -60,6 +61,7 @@ class Guard:
         self._recipe = recipe
         self._store = store
         self._rescorer = Rescorer(model, vocab_size=vocab_size)
+        self._rounded = inner_linear_weights(self._rescorer.structure)
         self._tolerance: Tolerance | None = None
         if recipe.engine.dtype == "float32":
             self._tolerance = Tolerance()
@@ -252,9 +254,10 @@ class Guard:
         if version in self._states or version not in retained:
             return self._states.get(version)
         try:
-            state = self._store.fetch(version)
+            published = self._store.fetch(version)
         except WeightsError:  # forgotten since, or from before a resume
             return None
+        state = quantized_state(published, self._rounded, self._recipe.engine.quantization)
         if len(retained) * sum(t.nbytes for t in state.values()) <= _CACHE_BYTES:
             self._states[version] = state
         return state

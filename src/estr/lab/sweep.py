@@ -52,6 +52,7 @@ CODE = (
     "logprobs.py",
     "losses.py",
     "options/corrections.py",
+    "quantization.py",
     "trainer.py",
     "warmstart.py",
 )
@@ -60,13 +61,22 @@ function comes on top."""
 
 _WHOLE_RUN = (
     "buffer.py",
+    "deadlines.py",
+    "dispatcher.py",
+    "engine_versions.py",
     "engines",
     "evaluation.py",
+    "evaluation_rollouts.py",
+    "group.py",
+    "group_endings.py",
     "groups.py",
+    "groups_snapshot.py",
     "loop.py",
     "members.py",
+    "problems.py",
     "rollout.py",
     "run.py",
+    "run_metrics.py",
     "trainer_process.py",
 )
 

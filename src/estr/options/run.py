@@ -51,6 +51,9 @@ class EngineOptions:
     """vllm only: room for keys and values, GB; it must hold the longest context at least once."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Arithmetic of the sampler's forward pass; log-probs and entropies are float32 in any case."""
+    quantization: Literal["none", "int8", "int4", "int3"] = "none"
+    """local only: the sampler's linear weights, but for the output layer, rounded to so many bits
+    per output row. Real rounding without integer kernels: a mismatch to train under, no saving."""
     count: int = 1
     """Engines that share the rollouts; more than one needs placement = "ray"."""
     max_batch: int = 128
@@ -59,6 +62,10 @@ class EngineOptions:
     """Threads of each engine process."""
     device: str = "cpu"
     """A torch device, such as "cuda:0"."""
+    weight_transfer: Literal["file", "gloo", "nccl", "ipc"] = "file"
+    """vllm only: how new weights get from the trainer into the engine, docs/vllm.md. file: through
+    the store's files. The others come out of the trainer's memory by vLLM's weight transfer: gloo
+    over sockets, on any device; nccl between two GPUs; ipc within one."""
     gini: bool = True
     """Record sum p(1-p) beside the entropy."""
     timeout_s: float = 120.0
@@ -70,6 +77,11 @@ class EngineOptions:
         _at_least("threads", self.threads, 1)
         require_positive("timeout_s", self.timeout_s)
         require_positive("kv_cache_gb", self.kv_cache_gb)
+        require(
+            self.quantization == "none" or self.name == "local",
+            f"quantization = {self.quantization!r} needs name = 'local', not {self.name!r}: "
+            "vLLM is given the weights as they were trained",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +156,40 @@ class TrainerOptions:
             f"{self.dtype} on {self.device}; leave it at 'sdpa'",
         )
         require_positive("timeout_s", self.timeout_s)
+
+
+def check_weight_transfer(engine: EngineOptions, trainer: TrainerOptions) -> None:
+    """Raise ValueError where `engine.weight_transfer` cannot work between these two."""
+    way = engine.weight_transfer
+    if way == "file":
+        return
+    asked = f"engine.weight_transfer = {way!r}"
+    require(
+        engine.name == "vllm",
+        f"{asked} needs engine.name = 'vllm', not {engine.name!r}: it is vLLM's own; leave it at "
+        "'file'",
+    )
+    if way == "gloo":
+        return
+    kinds = {device.partition(":")[0] for device in (engine.device, trainer.device)}
+    found = f"engine.device = {engine.device!r} and trainer.device = {trainer.device!r}"
+    require(
+        kinds == {"cuda"},
+        f"{asked} needs CUDA devices, not {found}; set both, or say 'file' or 'gloo', which "
+        "need none",
+    )
+    first = {"cuda": "cuda:0"}
+    on_one = first.get(engine.device, engine.device) == first.get(trainer.device, trainer.device)
+    require(
+        on_one == (way == "ipc"),
+        f"{asked} needs {'one GPU for both' if way == 'ipc' else 'two GPUs'}, not {found}; say "
+        f"{'nccl' if way == 'ipc' else 'ipc'!r}, or change a device",
+    )
+    require(
+        way != "nccl" or trainer.ranks == 1,
+        f"{asked} needs trainer.ranks = 1, not {trainer.ranks}: two NCCL communicators at work on "
+        "one GPU may wait for each other for ever; say 'file' or 'gloo'",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,6 +34,94 @@ SHORT = ((1, 4, 15), 25, 160)
 SHORT_SEEDS = 5
 QUICK = ((1, 4), 8, 64)
 """The same with --quick, on the first task alone."""
+
+
+class Asked(NamedTuple):
+    """A claim, the published one that it stands for, the statistic that answers it, the range that
+    is asked of that, and what this rests on."""
+
+    claim: str
+    published: str
+    statistic: str
+    low: float
+    high: float
+    why: str
+
+
+ASKED = (
+    Asked(
+        "E[delta^2] at entropy H grows as H",
+        "the variance of the log-ratio scales with H",
+        "exponent",
+        0.8,
+        1.25,
+        "the exponent over bins from eps on lies in [0.8, 1.25], with its 95 % interval",
+    ),
+    Asked(
+        "E[delta^2] at entropy H is linear in H",
+        "the variance of the log-ratio scales with H",
+        "R2",
+        0.9,
+        1.0,
+        "R2 of a straight line through the same bins is at least 0.9",
+    ),
+    Asked(
+        "delta / sqrt(H + eps) has one variance at all entropies",
+        "one tau for all tokens",
+        "spread of var z",
+        1.0,
+        2.0,
+        "the largest variance of a bin from eps on is at most twice the smallest",
+    ),
+    Asked(
+        "the entropy says more of the variance than one constant does",
+        "the threshold must follow the entropy",
+        "entropy over constant",
+        0.0,
+        math.inf,
+        "Gaussian log-likelihood a token, nats, in favor of the first",
+    ),
+    Asked(
+        "gini is the better scale than the entropy (our noise model)",
+        "",
+        "gini over entropy",
+        0.0,
+        math.inf,
+        "as above",
+    ),
+    Asked(
+        "2 (1 - p_y) - gini is the better scale than gini (our noise model)",
+        "",
+        "token over gini",
+        0.0,
+        math.inf,
+        "as above",
+    ),
+    Asked(
+        "KL(mu, pi) is half of E[delta^2]",
+        "",
+        "half moment / KL",
+        0.9,
+        1.1,
+        "of whole distributions, all tokens; the ratio lies in [0.9, 1.1]",
+    ),
+    Asked(
+        "tokens of low entropy are no outliers of delta^2 > H + eps",
+        "",
+        "outside, H < eps",
+        -math.inf,
+        0.0,
+        "share outside at H < eps minus the share from eps on",
+    ),
+    Asked(
+        "E[delta^2] at probability p_y stays bounded as p_y goes to 0 (our noise model)",
+        "",
+        "rare over unlikely",
+        0.0,
+        2.0,
+        "E[delta^2] at p_y < 0.003 is at most twice that at 0.01 to 0.1",
+    ),
+)
 
 
 def jobs(lab: Lab) -> list[Job]:
@@ -98,101 +186,33 @@ def _told(value: float, interval: Interval) -> str:
 def claims(found: Found, laws: Laws) -> list[Claim]:
     """Each is answered for every task and source; an interval that lies neither inside nor outside
     of what a claim asks for leaves it open there."""
-    inf = math.inf
-    asked: list[tuple[str, str, str, float, float, str]] = [
-        (
-            "E[delta^2] at entropy H grows as H",
-            "the variance of the log-ratio scales with H",
-            "exponent",
-            0.8,
-            1.25,
-            "the exponent over bins from eps on lies in [0.8, 1.25], with its 95 % interval",
-        ),
-        (
-            "E[delta^2] at entropy H is linear in H",
-            "the variance of the log-ratio scales with H",
-            "R2",
-            0.9,
-            1.0,
-            "R2 of a straight line through the same bins is at least 0.9",
-        ),
-        (
-            "delta / sqrt(H + eps) has one variance at all entropies",
-            "one tau for all tokens",
-            "spread of var z",
-            1.0,
-            2.0,
-            "the largest variance of a bin from eps on is at most twice the smallest",
-        ),
-        (
-            "the entropy says more of the variance than one constant does",
-            "the threshold must follow the entropy",
-            "entropy over constant",
-            0.0,
-            inf,
-            "Gaussian log-likelihood a token, nats, in favor of the first",
-        ),
-        (
-            "gini is the better scale than the entropy (our noise model)",
-            "",
-            "gini over entropy",
-            0.0,
-            inf,
-            "as above",
-        ),
-        (
-            "2 (1 - p_y) - gini is the better scale than gini (our noise model)",
-            "",
-            "token over gini",
-            0.0,
-            inf,
-            "as above",
-        ),
-        (
-            "KL(mu, pi) is half of E[delta^2]",
-            "",
-            "half moment / KL",
-            0.9,
-            1.1,
-            "of whole distributions, all tokens; the ratio lies in [0.9, 1.1]",
-        ),
-        (
-            "tokens of low entropy are no outliers of delta^2 > H + eps",
-            "",
-            "outside, H < eps",
-            -inf,
-            0.0,
-            "share outside at H < eps minus the share from eps on",
-        ),
-        (
-            "E[delta^2] at probability p_y stays bounded as p_y goes to 0 (our noise model)",
-            "",
-            "rare over unlikely",
-            0.0,
-            2.0,
-            "E[delta^2] at p_y < 0.003 is at most twice that at 0.01 to 0.1",
-        ),
-    ]
     made = [
-        Claim(claim, published, _summary(found.get(name, {})), _answer(found, name, lo, hi), why)
-        for claim, published, name, lo, hi, why in asked
+        Claim(
+            asked.claim,
+            asked.published,
+            _summary(found.get(asked.statistic, {})),
+            _answer(found, asked.statistic, asked.low, asked.high),
+            asked.why,
+        )
+        for asked in ASKED
     ]
+    return [*made, _gaussian_tails(laws)]
+
+
+def _gaussian_tails(laws: Laws) -> Claim:
     gaussian = {
         " ".join(cell): all(tail.best == "gaussian" for tail in own.values()) if own else None
         for (*cell, where), own in laws.items()
         if where == "high"
     }
     count = sum(value is True for value in gaussian.values())
-    made.append(
-        Claim(
-            "both tails of z fall like a Gaussian's (our noise model)",
-            "",
-            f"best of three laws for both tails in {count} of {len(gaussian)}" if gaussian else "",
-            answer(gaussian),
-            f"H >= {SPLIT:g}; R2 of log P(abs z > x) over x^2, x and log x",
-        )
+    return Claim(
+        "both tails of z fall like a Gaussian's (our noise model)",
+        "",
+        f"best of three laws for both tails in {count} of {len(gaussian)}" if gaussian else "",
+        answer(gaussian),
+        f"H >= {SPLIT:g}; R2 of log P(abs z > x) over x^2, x and log x",
     )
-    return made
 
 
 Laws = dict[tuple[str, str, str], dict[str, Tail]]

@@ -1,152 +1,25 @@
-"""What a policy loss does with its tokens, found out by calling it.
+"""The checks themselves: each calls the loss on small batches and compares what it gives.
 
-    report = check_policy_loss(my_loss)      # any callable: LossInputs -> scalar
-    print(report)
-
-Losses that carry the same name differ in small silent ways: what they divide by, whether masked
-places reach the gradient, what an infinite ratio does. Each check calls the loss on small made-up
-batches and compares it with itself (cut, permuted, padded, spoiled), so it needs no reference. A
-finding that is not ok may be what its author wanted; the detail says what was measured.
+A check gives (ok, detail). Whatever it raises is the loss's, and becomes part of the finding.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from .corrections import TokenColumns, build_correction
-from .errors import EstrError
-from .losses import policy_loss
+from ..errors import EstrError
+from .inputs import NUM_GIVEN, LossFunction, LossInputs, at_ratio, example, spoiled
 
 _RELATIVE = 1e-5
 """Largest relative difference that counts as rounding."""
 
-_NUM_GIVEN = 64
-"""The token count that is handed in: more than any batch here holds, so that a loss that divides
-by it can be told from one that counts its own tokens."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LossInputs:
-    """One micro-batch as a policy loss sees it; tensors [rows, T], float32 unless a check says so.
-
-    policy_logprobs carries the gradient. loss_mask: bool. behavior_entropies: nats.
-    num_sampled_tokens: of the whole optimizer step, of which these rows may be a part.
-    """
-
-    policy_logprobs: Tensor
-    behavior_logprobs: Tensor
-    advantages: Tensor
-    loss_mask: Tensor
-    behavior_entropies: Tensor
-    num_sampled_tokens: int = _NUM_GIVEN
-
-    def changed(self, change: Callable[[Tensor], Tensor]) -> LossInputs:
-        """With `change` applied to every tensor."""
-        columns = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        tensors: dict[str, Any] = {
-            name: change(column.detach())
-            for name, column in columns.items()
-            if isinstance(column, Tensor)
-        }
-        return dataclasses.replace(self, **tensors)
-
-
-LossFunction = Callable[[LossInputs], Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One property: ok, or not, with what was measured."""
-
-    name: str
-    ok: bool
-    detail: str
-
-
-@dataclass(frozen=True, slots=True)
-class Report:
-    """What `check_policy_loss` found. `str` gives one line for each finding."""
-
-    findings: tuple[Finding, ...]
-
-    @property
-    def ok(self) -> bool:
-        return all(finding.ok for finding in self.findings)
-
-    @property
-    def faults(self) -> list[str]:
-        """Names of the findings that are not ok."""
-        return [finding.name for finding in self.findings if not finding.ok]
-
-    def __getitem__(self, name: str) -> Finding:
-        return next(finding for finding in self.findings if finding.name == name)
-
-    def __str__(self) -> str:
-        return "\n".join(
-            f"{'ok  ' if f.ok else 'FAIL'} {f.name:<22} {f.detail}" for f in self.findings
-        )
-
-
-def check_policy_loss(loss: LossFunction) -> Report:
-    """Call `loss` on small batches and report, one finding each:
-
-    - micro_batches: the losses and gradients of parts add up to those of the whole
-    - denominator: what a token's gradient is divided by, see `_denominator`
-    - rejection: whether a rejected token changes the weight of the others
-    - masked_gradient, masked_value: a masked place has no gradient, and its (finite) content no
-      effect
-    - masked_nonfinite: NaN and inf in a masked place touch neither value nor gradient
-    - extreme_ratio: log-ratios of +-100 with advantage 0 give 0 and leave the rest finite
-    - nan_is_visible: a NaN on an eligible token raises or makes the loss NaN, and is not masked
-    - sign: no gradient step lowers the probability of A > 0 or raises that of A < 0
-    - restoring: tokens that drifted against their advantage (r = 0.5 with A > 0, 1.5 with A < 0)
-      still have a gradient; a clip without the min takes it away
-    - dtype: float32 stays float32, float64 agrees with it, log-probs are not rounded within
-    - permutation, padding: the order of rows, added masked columns and rows change nothing
-    - purity: inputs are left as they were, a second call gives the same
-
-    Deterministic, needs no accelerator, takes milliseconds for a loss that does. Whatever the loss
-    raises becomes part of a finding.
-    """
-    return Report(tuple(_attempt(name, check, loss) for name, check in _CHECKS.items()))
-
-
-def _attempt(
-    name: str, check: Callable[[LossFunction], tuple[bool, str]], loss: LossFunction
-) -> Finding:
-    try:
-        ok, detail = check(loss)
-    except Exception as error:  # noqa: BLE001 - the loss under test may raise anything
-        ok, detail = False, f"raised {type(error).__name__}: {error}"
-    return Finding(name, ok, detail)
-
-
-# Calling a loss -----------------------------------------------------------------------------------
-
-
-def example(seed: int = 0) -> LossInputs:
-    """Four rows of 6, 4, 3 and 1 eligible tokens of 6, with ratios near 1 and high entropies, so
-    that a trust region keeps them all."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = (4, 6)
-    behavior = -0.5 - 2.0 * torch.rand(shape, generator=generator)
-    lengths = torch.tensor([6, 4, 3, 1])
-    advantages = torch.tensor([[1.0], [-0.5], [0.75], [-1.25]]).expand(shape).clone()
-    return LossInputs(
-        policy_logprobs=behavior + 0.05 * torch.randn(shape, generator=generator),
-        behavior_logprobs=behavior,
-        advantages=advantages,
-        loss_mask=torch.arange(6) < lengths[:, None],
-        behavior_entropies=torch.full(shape, 3.0),
-    )
+Check = Callable[[LossFunction], tuple[bool, str]]
 
 
 def value_and_gradient(loss: LossFunction, inputs: LossInputs) -> tuple[Tensor, Tensor]:
@@ -176,14 +49,6 @@ def _same(
     values, gradients = _difference(value, moved), _difference(gradient, back(of_moved))
     text = f"relative difference {values:.1e} in value, {gradients:.1e} in gradient"
     return max(values, gradients) <= _RELATIVE, text
-
-
-def _spoiled(inputs: LossInputs, name: str, value: float, where: Tensor) -> LossInputs:
-    column: dict[str, Any] = {name: torch.where(where, value, getattr(inputs, name).detach())}
-    return dataclasses.replace(inputs, **column)
-
-
-# The checks ---------------------------------------------------------------------------------------
 
 
 def _micro_batches(loss: LossFunction) -> tuple[bool, str]:
@@ -220,7 +85,7 @@ def _denominator(loss: LossFunction) -> tuple[bool, str]:
     rows, length = mask.shape
     of_row = mask.sum(dim=1, keepdim=True).expand_as(mask)[mask].float()
     kinds = {
-        "the count that was handed in": torch.full_like(of_row, _NUM_GIVEN),
+        "the count that was handed in": torch.full_like(of_row, NUM_GIVEN),
         "the micro-batch's own eligible tokens": torch.full_like(of_row, float(mask.sum())),
         "each row's tokens, then the rows": rows * of_row,
         "the padded size": torch.full_like(of_row, float(rows * length)),
@@ -269,7 +134,7 @@ def _masked_value(loss: LossFunction) -> tuple[bool, str]:
     inputs = example()
     other = inputs
     for name in _SPOILABLE:
-        other = _spoiled(
+        other = spoiled(
             other, name, 3.0 if name == "behavior_entropies" else -7.0, ~inputs.loss_mask
         )
     return _same(loss, inputs, other, lambda g: g)
@@ -280,7 +145,7 @@ def _masked_nonfinite(loss: LossFunction) -> tuple[bool, str]:
     touched = []
     for name in _SPOILABLE:
         for value in (math.nan, math.inf, -math.inf):
-            other = _spoiled(inputs, name, value, ~inputs.loss_mask)
+            other = spoiled(inputs, name, value, ~inputs.loss_mask)
             ok, _ = _same(loss, inputs, other, lambda g: g)
             touched += [] if ok else [f"{name} {value}"]
     return not touched, "no effect" if not touched else f"spoiled by {', '.join(touched)}"
@@ -314,7 +179,7 @@ def _nan_is_visible(loss: LossFunction) -> tuple[bool, str]:
     seen: list[str] = []
     for name in ("policy_logprobs", "behavior_logprobs", "advantages"):
         try:
-            value, _ = value_and_gradient(loss, _spoiled(inputs, name, math.nan, where))
+            value, _ = value_and_gradient(loss, spoiled(inputs, name, math.nan, where))
         except (ArithmeticError, EstrError, RuntimeError, ValueError) as error:
             seen.append(f"{name}: {type(error).__name__}")
             continue
@@ -322,23 +187,11 @@ def _nan_is_visible(loss: LossFunction) -> tuple[bool, str]:
     return not hidden, f"hidden for {', '.join(hidden)}" if hidden else "; ".join(seen)
 
 
-def _at_ratio(ratio: float, advantage: float) -> LossInputs:
-    behavior = torch.full((1, 1), -3.0)
-    return LossInputs(
-        policy_logprobs=behavior + math.log(ratio),
-        behavior_logprobs=behavior,
-        advantages=torch.full((1, 1), advantage),
-        loss_mask=torch.ones(1, 1, dtype=torch.bool),
-        behavior_entropies=torch.full((1, 1), 3.0),
-        num_sampled_tokens=1,
-    )
-
-
 def _sign(loss: LossFunction) -> tuple[bool, str]:
     wrong, shown = [], []
     for ratio in (0.5, 1.0, 1.5):
         for advantage in (1.0, -1.0):
-            value, gradient = value_and_gradient(loss, _at_ratio(ratio, advantage))
+            value, gradient = value_and_gradient(loss, at_ratio(ratio, advantage))
             shown.append(f"({ratio:g}, {advantage:+g}): {float(value):.4g}")
             if float(gradient) * advantage > 0 or (ratio == 1.0 and float(gradient) == 0.0):
                 wrong.append(f"({ratio:g}, {advantage:+g}): gradient {float(gradient):.4g}")
@@ -348,7 +201,7 @@ def _sign(loss: LossFunction) -> tuple[bool, str]:
 
 def _restoring(loss: LossFunction) -> tuple[bool, str]:
     gradients = {
-        (ratio, advantage): float(value_and_gradient(loss, _at_ratio(ratio, advantage))[1])
+        (ratio, advantage): float(value_and_gradient(loss, at_ratio(ratio, advantage))[1])
         for ratio, advantage in ((0.5, 1.0), (1.5, -1.0))
     }
     text = ", ".join(f"({r:g}, {a:+g}): {g:.4g}" for (r, a), g in gradients.items())
@@ -368,11 +221,11 @@ def _dtype(loss: LossFunction) -> tuple[bool, str]:
     except (EstrError, RuntimeError, TypeError, ValueError) as error:
         accepted = f"bfloat16 log-probs: {type(error).__name__}"
     deep = dataclasses.replace(
-        _at_ratio(1.0, 1.0),
+        at_ratio(1.0, 1.0),
         policy_logprobs=torch.full((1, 1), -17.31),
         behavior_logprobs=torch.full((1, 1), -17.31),
     )
-    (_, at_deep), (_, at_three) = (value_and_gradient(loss, x) for x in (deep, _at_ratio(1.0, 1.0)))
+    (_, at_deep), (_, at_three) = (value_and_gradient(loss, x) for x in (deep, at_ratio(1.0, 1.0)))
     rounding = _difference(at_deep, at_three)
     text = (
         f"float32 gives {value.dtype}, {apart:.1e} from float64; ratio 1 at log-prob -17.31 is off "
@@ -412,7 +265,7 @@ def _purity(loss: LossFunction) -> tuple[bool, str]:
     return bool(torch.equal(first, second)), f"two calls: {float(first):.6g}, {float(second):.6g}"
 
 
-_CHECKS: dict[str, Callable[[LossFunction], tuple[bool, str]]] = {
+CHECKS: dict[str, Check] = {
     "micro_batches": _micro_batches,
     "denominator": _denominator,
     "rejection": _rejection,
@@ -428,22 +281,3 @@ _CHECKS: dict[str, Callable[[LossFunction], tuple[bool, str]]] = {
     "padding": _padding,
     "purity": _purity,
 }
-
-
-def correction_loss(entries: Sequence[dict[str, Any]]) -> LossFunction:
-    """The loss of a recipe's `correction` tables, as a function that can be checked."""
-    correction = build_correction(entries)
-
-    def loss(inputs: LossInputs) -> Tensor:
-        rows = torch.arange(len(inputs.loss_mask))[:, None].expand_as(inputs.loss_mask)
-        columns = TokenColumns(
-            policy_logprobs=inputs.policy_logprobs,
-            behavior_logprobs=inputs.behavior_logprobs,
-            advantages=inputs.advantages,
-            loss_mask=inputs.loss_mask,
-            behavior_entropies=inputs.behavior_entropies,
-            sequence_ids=rows,
-        )
-        return policy_loss(columns, correction, denominators=inputs.num_sampled_tokens).loss
-
-    return loss
