@@ -7,7 +7,9 @@ import pytest
 from estr.bench import switch
 from estr.bench.switch import facts_of
 from estr.bench.timed_host import Mark, Taken
-from estr.errors import EngineError
+from estr.errors import ConfigError, EngineError
+from ray_cases import MARKS as RAY_MARKS
+from ray_cases import processes_of_ray_left_alone
 from vllm_cases import MARKS, PYTHON
 
 STEPS = [
@@ -65,3 +67,28 @@ class TestVllm:
         figures = switch.run(quick=True, vllm=Path(PYTHON))
         check(figures, "local")
         check(figures, "vllm")
+
+
+@pytest.mark.slow
+class TestRay:
+    pytestmark = RAY_MARKS
+
+    def test_ray_is_measured_beside_processes_and_the_flat_buffer_beside_its_tensors(self) -> None:
+        with processes_of_ray_left_alone():
+            figures = switch.run(quick=True, ray=True)
+        check(figures, "local")
+        check(figures, "ray")
+        flat = figures["flat_buffer"]
+        assert flat["bytes"] > 10_000_000
+        assert flat["tensors"] == 2 + 2 * 9
+        assert flat["ratio"] == flat["single"]["total_s"] / flat["flat"]["total_s"]
+        for kind in ("flat", "single"):
+            parts = [flat[kind][f"{part}_s"] for part in ("pack", "put", "get", "unpack")]
+            assert flat[kind]["total_s"] == pytest.approx(sum(parts)), "of one round"
+            assert flat[kind]["put_gb_per_s"] == flat["bytes"] / 1e9 / flat[kind]["put_s"]
+
+
+def test_without_ray_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"--ray needs the package ray: pip install"):
+        switch.run(quick=True, ray=True)

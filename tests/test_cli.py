@@ -606,6 +606,7 @@ def test_bench_names_what_it_knows() -> None:
 
 def test_peers_are_of_one_benchmark_and_must_be_there(tmp_path: Path) -> None:
     assert "not of engine" in error_of(run("bench", "engine", "--peers", tmp_path))
+    assert "--ray is of switch, not of engine" in error_of(run("bench", "engine", "--ray"))
     message = error_of(run("bench", "logprobs", "--quick", "--peers", tmp_path))
     assert "conformance/install.py trl" in message
 

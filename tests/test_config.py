@@ -571,7 +571,10 @@ def test_a_bound_that_cannot_hold_is_refused_and_one_more_is_enough(s: int, m: i
     [
         ({"engine": {"count": 2}}, "engine.count = 2 needs placement = 'ray'"),
         ({"engine": {"count": 0}}, "engine.count must be at least 1, not 0"),
-        ({"placement": "ray", "engine": {"name": "vllm"}}, "needs engine.name = 'local'"),
+        (
+            {"placement": "ray", "engine": {"name": "vllm", "weight_transfer": "gloo"}},
+            "needs engine.weight_transfer = 'file', not 'gloo'",
+        ),
         ({"placement": "ray", "deterministic": True}, "needs deterministic = false"),
         (
             {"placement": "ray", "trainer": {"device": "cuda:1"}},

@@ -131,6 +131,27 @@ def test_a_board_that_is_gone_is_named() -> None:
         store.latest()
 
 
+def test_a_local_ray_that_is_too_slow_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    import ray
+
+    failures = [Exception("The current node timed out during startup."), ValueError("no room")]
+    tries: list[str] = []
+
+    def init(**options: Any) -> None:
+        tries.append(options["address"])
+        raise failures[len(tries) - 1]
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(WorkerError, match="no local Ray came up: no room"):
+        Session(RayOptions(), num_cpus=1, weights_bytes=0)
+    assert tries == ["local", "local"], "the first failure is Ray's own time limit"
+    tries.clear()
+    with pytest.raises(WorkerError, match=r"no local Ray came up: .* timed out"):
+        Session(RayOptions(start_timeout_s=1e-9), num_cpus=1, weights_bytes=0)
+    assert tries == ["local"]
+
+
 @pytest.mark.parametrize(
     ("address", "words"),
     [

@@ -6,14 +6,18 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from estr.cluster.ray_worker import Place, RayWorker
+from estr.cluster.session import Session
 from estr.config import Recipe, load_recipe
 from estr.engine import Request
+from estr.errors import WorkerDied
 from estr.ledger import open_ledger
 from estr.metrics import read_metrics
 from estr.models import resolve_model
@@ -22,7 +26,7 @@ from estr.run import train
 from estr.run_folder import RunFolder
 from estr.runs import verify_run
 from estr.types import RolloutId, SamplingSettings
-from ray_cases import MARKS, SMALL, processes_of_ray_left_alone
+from ray_cases import MARKS, SMALL, command_of, gone, processes_of_ray_left_alone
 
 pytestmark = MARKS
 
@@ -205,3 +209,27 @@ def test_synchronous_training_is_the_same_on_ray_and_in_processes(
         *on_ray, local = ([r[key] for r in records] for _, records in runs.values())
         for values in on_ray:
             assert values == pytest.approx(local, abs=1e-4 if key == "grad_norm" else 1e-5)
+
+
+async def test_a_child_of_an_engine_ends_with_its_node(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    monkeypatch.syspath_prepend(Path(__file__).parent)
+    nodes.add()
+    node = nodes.engine_nodes[0].node_id
+    session = Session(nodes.recipe().ray, num_cpus=0, weights_bytes=0)
+    place = Place(NodeAffinitySchedulingStrategy(node, soft=False))
+    worker = await RayWorker.start(
+        "test", "worker_hosts:Plain", {}, place, spawn=partial(dict, nice=0)
+    )
+    assert worker.node == node
+    pid = await worker.call("pid", timeout_s=60)
+    assert command_of(pid)
+    nodes.kill_one()
+    assert await gone(pid)
+    with pytest.raises(WorkerDied):
+        await worker.alive(for_s=120)
+    await worker.close()
+    session.close()

@@ -17,6 +17,7 @@ from estr.config import load_recipe
 from estr.engines.interpreter import require_interpreter, vllm_process
 from estr.engines.vllm import check_state
 from estr.errors import ConfigError, WeightsError
+from estr.machine import check_packages
 from estr.options.run import EngineOptions
 from estr.run import train
 from estr.worker import Worker
@@ -68,14 +69,42 @@ def test_deterministic_runs_are_refused() -> None:
         load_recipe(overrides=["deterministic=true", "engine.name=vllm"])
 
 
+def test_ray_places_vllm_and_the_nodes_of_a_cluster_need_its_interpreter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)  # ray, wherever this runs
+    asked = ["placement=ray", "engine.name=vllm", "engine.count=2", f"engine.python={tmp_path}/no"]
+    recipe = load_recipe(overrides=asked)
+    assert recipe.engine.count == 2
+    with pytest.raises(ConfigError, match=r"engine\.python = .*no' is no interpreter"):
+        check_packages(recipe)
+    check_packages(load_recipe(overrides=[*asked, "ray.address=auto"]))
+
+
+def test_devices_are_counted_among_those_that_are_visible(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, 5")
+    for device, name in (("cuda:0", "3"), ("cuda:1", "5")):
+        options = EngineOptions(name="vllm", python=sys.executable, device=device)
+        assert vllm_process(options)["env"]["CUDA_VISIBLE_DEVICES"] == name
+    options = EngineOptions(name="vllm", python=sys.executable, device="cuda:2")
+    with pytest.raises(ConfigError, match=r"'cuda:2', but CUDA_VISIBLE_DEVICES = '3, 5' leaves 2"):
+        vllm_process(options)
+
+
 @pytest.fixture
 def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
 
 
 @pytest.mark.usefixtures("_own_cache")
-async def test_the_process_is_given_estr_and_nothing_else_of_ours(tmp_path: Path) -> None:
+async def test_the_process_is_given_estr_and_nothing_else_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In an interpreter without one installed package, the worker's protocol works."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     bare = tmp_path / "python"
     bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
     bare.chmod(0o755)

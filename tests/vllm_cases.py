@@ -78,7 +78,7 @@ class Versions:
         """How far what was recorded lies from the forward pass under `version`, for each token;
         and "uniform": how far the token's uniform lies outside the token's part of [0, 1)."""
         log_probs = self.log_probs(asked, drawn, version)
-        tokens = torch.from_numpy(drawn.token_ids).long()
+        tokens = torch.tensor(drawn.token_ids).long()
         own = token_statistics(log_probs, tokens)
         errors = {
             "behavior_logprobs": own.logprobs.numpy() - drawn.behavior_logprobs,

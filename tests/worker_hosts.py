@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 import os
 import time
+from pathlib import Path
 
 from estr.errors import EngineError
+from estr.weights import FileWeightStore
 
 
 class Plain:
@@ -32,8 +34,23 @@ class Plain:
     def variable(self, name: str) -> str:
         return os.environ[name]
 
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def pid(self) -> int:
+        return os.getpid()
+
     def finds(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None
+
+
+class Loading:
+    """Says where the weights of a load lay, and what they were."""
+
+    def load(self, version: int, weights: FileWeightStore, kv: str) -> tuple[Path, float]:
+        if kv != "keep":
+            raise EngineError(f"kv is {kv}")
+        return weights.folder, float(weights.fetch(version)["a"].sum())
 
 
 class Pumped:

@@ -158,9 +158,9 @@ class Recipe:
             )
             return
         require(
-            self.engine.name == "local",
-            f"placement = 'ray' needs engine.name = 'local', not {self.engine.name!r}: vLLM lives "
-            "in a virtual environment of its own, where no actor can be started",
+            self.engine.weight_transfer == "file",
+            f"placement = 'ray' needs engine.weight_transfer = 'file', not "
+            f"{self.engine.weight_transfer!r}: weights come out of Ray's object store",
         )
         require(
             not self.deterministic,

@@ -13,7 +13,8 @@ from .errors import ConfigError
 def check_packages(recipe: Recipe) -> None:
     """Raises ConfigError, with the command that installs it, where a package of an option that is
     used is not installed."""
-    require_interpreter(recipe.engine)
+    if recipe.placement == "local" or recipe.ray.address == "local":
+        require_interpreter(recipe.engine)  # else it is the engines' nodes that must have it
     if recipe.lora.rank:
         require_peft()
     if recipe.placement == "ray" and importlib.util.find_spec("ray") is None:

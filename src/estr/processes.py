@@ -100,7 +100,8 @@ class LocalProcesses(Processes):
         cls, model: Path, recipe: Recipe, folder: RunFolder, replay: Path | None
     ) -> LocalProcesses:
         """All at once; as soon as one does not come up, the others are given up."""
-        processes = cls(weight_store(weights_folder(folder, bytes_needed(model, recipe)), recipe))
+        needed = bytes_needed(model, recipe)
+        processes = cls(weight_store(weights_folder(folder.path, needed), recipe))
         try:
             await processes._start(model, recipe, folder, replay)
         except BaseException:

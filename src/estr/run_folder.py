@@ -241,21 +241,22 @@ def recipe_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
 _WEIGHTS_PREFIX = "estr-weights-"
 
 
-def weights_folder(run: RunFolder, bytes_needed: int) -> Path:
-    """A fresh folder for the exchange of weights: in memory where there is room, else in the run.
+def weights_folder(otherwise: Path, bytes_needed: int) -> Path:
+    """A fresh folder for the exchange of weights: in memory where there is room, else in the folder
+    `otherwise`.
 
-    Folders that runs which no longer live left in memory are removed first.
+    Those that processes which no longer live have left in either are removed first.
     """
     memory = Path("/dev/shm")
-    if not memory.is_dir() or not os.access(memory, os.W_OK):
-        return Path(tempfile.mkdtemp(prefix=".weights-", dir=run.path))
-    for old in memory.glob(f"{_WEIGHTS_PREFIX}*"):
-        pid = old.name.removeprefix(_WEIGHTS_PREFIX).partition("-")[0]
-        if pid.isdigit() and not _alive(int(pid)):
-            shutil.rmtree(old, ignore_errors=True)
-    if shutil.disk_usage(memory).free < bytes_needed * 1.5:
-        return Path(tempfile.mkdtemp(prefix=".weights-", dir=run.path))
-    return Path(tempfile.mkdtemp(prefix=f"{_WEIGHTS_PREFIX}{os.getpid()}-", dir=memory))
+    usable = memory.is_dir() and os.access(memory, os.W_OK)
+    for place in (memory, otherwise) if usable else (otherwise,):
+        for old in place.glob(f"{_WEIGHTS_PREFIX}*"):
+            pid = old.name.removeprefix(_WEIGHTS_PREFIX).partition("-")[0]
+            if pid.isdigit() and not _alive(int(pid)):
+                shutil.rmtree(old, ignore_errors=True)
+    roomy = usable and shutil.disk_usage(memory).free >= bytes_needed * 1.5
+    prefix = f"{_WEIGHTS_PREFIX}{os.getpid()}-"
+    return Path(tempfile.mkdtemp(prefix=prefix, dir=memory if roomy else otherwise))
 
 
 def _alive(pid: int) -> bool:

@@ -15,17 +15,19 @@ engine, with new requests each time. Clocks are read inside the engine's process
 All are medians over the rounds; names in `_cpu_s` are CPU time of the engine's process, for a
 machine that does something else as well. `ratio` is the local engine's pause with recomputed caches
 over that with kept ones.
+
+With Ray each engine is measured once more as an actor whose weights come out of the object store,
+and `flat_buffer` says what that way itself costs (`estr.bench.flat_buffer`).
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import itertools
 import statistics
-import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -36,15 +38,14 @@ from torch import Tensor
 
 from .. import blocking
 from ..engine import KVPolicy, Request
-from ..engines.interpreter import vllm_process
 from ..engines.process import EngineProcess
-from ..errors import DataError, EngineError
+from ..errors import ConfigError, DataError, EngineError
 from ..models import BUILTIN, SMOLLM2, load_model, resolve_model
 from ..options.run import EngineOptions
 from ..types import RolloutId, SamplingSettings
-from ..weights import FileWeightStore
-from ..worker import Worker
+from ..weights import WeightStore
 from . import machine
+from .switch_sides import Side, side
 from .timed_host import Mark, Taken
 
 POLICIES: tuple[KVPolicy, ...] = ("recompute", "keep")
@@ -66,30 +67,47 @@ class Size(NamedTuple):
     rounds: int
 
 
-def run(quick: bool = False, vllm: Path | None = None) -> dict[str, Any]:
+def run(quick: bool = False, vllm: Path | None = None, ray: bool = False) -> dict[str, Any]:
     """Measure 16 requests of 128 tokens and 64 drawn ones on SmolLM2 (the built-in model where that
     cannot be had), 5 rounds; quick: 4 requests of 32 and 8, one round, the built-in model.
-    vllm: an interpreter that has vLLM, which is then measured on SmolLM2 as well.
+    vllm: an interpreter that has vLLM, which is then measured on SmolLM2 as well. ray: measure each
+    engine under a Ray of this machine, too, and the flat buffer.
 
-    Raises ConfigError where there is no such interpreter, EngineError where a switch was not seen.
+    Raises ConfigError where there is no such interpreter or no Ray, EngineError where a switch was
+    not seen.
     """
+    if ray and importlib.util.find_spec("ray") is None:
+        raise ConfigError("--ray needs the package ray: pip install 'estr[ray]'")
     size = Size(4, 32, 8, 1) if quick else Size(16, 128, 64, 5)
-    options = {"local": EngineOptions(max_batch=size.requests)}
-    if vllm is not None:
-        options["vllm"] = EngineOptions(name="vllm", python=str(vllm), max_batch=size.requests)
     folder, name = _model(BUILTIN if quick and vllm is None else SMOLLM2)
+    local = EngineOptions(max_batch=size.requests)
+    sides = {"local": side(folder, local)}
+    if ray:
+        sides["ray"] = side(folder, local, ray=True)
+    if vllm is not None:
+        options = EngineOptions(name="vllm", python=str(vllm), max_batch=size.requests)
+        sides["vllm"] = side(folder, options)
+        if ray:
+            sides["vllm_ray"] = side(folder, options, ray=True)
     engines = {}
-    for kind, its in options.items():
+    for kind, its in sides.items():
         engines[kind] = blocking.run(partial(_measure, folder, its, size))
     return {
         "name": "switch",
         "ratio": engines["local"]["recompute"]["pause_s"] / engines["local"]["keep"]["pause_s"],
         "engines": engines,
+        **({"flat_buffer": _flat_buffer(quick)} if ray else {}),
         "size": size._asdict(),
         "model": name,
         "quick": quick,
         "machine": machine(),
     }
+
+
+def _flat_buffer(quick: bool) -> dict[str, Any]:
+    from .flat_buffer import measure
+
+    return measure(quick)
 
 
 def _model(name: str) -> tuple[Path, str]:
@@ -99,42 +117,21 @@ def _model(name: str) -> tuple[Path, str]:
         return resolve_model(BUILTIN), BUILTIN
 
 
-async def _measure(folder: Path, options: EngineOptions, size: Size) -> dict[str, Facts]:
+async def _measure(folder: Path, its: Side, size: Size) -> dict[str, Facts]:
     state: dict[str, Tensor] = load_model(folder).state_dict()
     rounds: dict[KVPolicy, list[Facts]] = {kv: [] for kv in POLICIES}
-    memory = Path("/dev/shm")
-    with tempfile.TemporaryDirectory(dir=memory if memory.is_dir() else None) as scratch:
-        store = FileWeightStore(Path(scratch), keep=2)
-        async with _engine(folder, options, Path(scratch) / "log.txt") as engine:
-            versions = itertools.count(1)
-            for number in range(size.rounds + 1):
-                for kv in POLICIES:
-                    switch = _Switch(engine, store, state, next(versions), kv)
-                    facts = await switch.under(_requests(size, 2 * number + (kv == "keep")))
-                    if number:  # the first of each warms up
-                        rounds[kv].append(facts)
+    async with its(state) as (engine, store):
+        versions = itertools.count(1)
+        for number in range(size.rounds + 1):
+            for kv in POLICIES:
+                switch = _Switch(engine, store, state, next(versions), kv)
+                facts = await switch.under(_requests(size, 2 * number + (kv == "keep")))
+                if number:  # the first of each warms up
+                    rounds[kv].append(facts)
     return {
         kv: {key: statistics.median(facts[key] for facts in found) for key in found[0]}
         for kv, found in rounds.items()
     }
-
-
-@asynccontextmanager
-async def _engine(folder: Path, options: EngineOptions, log: Path) -> AsyncIterator[EngineProcess]:
-    """The engine of `options` behind a host that marks its tokens."""
-    worker = await Worker.start(
-        "engine",
-        "estr.bench.timed_host:TimedHost",
-        {"folder": folder, "options": options, "version": 0, "in_flight": True},
-        threads=options.threads,
-        log=log,
-        **(vllm_process(options) if options.name == "vllm" else {}),
-    )
-    engine = EngineProcess(worker, 0)
-    try:
-        yield engine
-    finally:
-        await engine.close()
 
 
 def _requests(size: Size, number: int) -> Iterator[Request]:
@@ -156,7 +153,7 @@ class _Switch:
     def __init__(
         self,
         engine: EngineProcess,
-        store: FileWeightStore,
+        store: WeightStore,
         state: dict[str, Tensor],
         version: int,
         kv: KVPolicy,

@@ -22,7 +22,7 @@ BENCHMARKS = {
 }
 """What `estr bench` knows: name -> the module with run(quick) -> dict."""
 
-OPTIONS = {"peers": ("logprobs", "trl"), "vllm": ("switch",)}
+OPTIONS = {"peers": ("logprobs", "trl"), "vllm": ("switch",), "ray": ("switch",)}
 """What only some of them take."""
 
 
@@ -38,9 +38,12 @@ OPTIONS = {"peers": ("logprobs", "trl"), "vllm": ("switch",)}
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="An interpreter that has vLLM, to be measured as well (switch only).",
 )
+@click.option("--ray", is_flag=True, help="Measure under a local Ray as well (switch only).")
 @click.option("--quick", is_flag=True, help="Less of everything; the figures mean less, too.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
-def bench(name: str, peers: Path | None, vllm: Path | None, quick: bool, as_json: bool) -> None:
+def bench(
+    name: str, peers: Path | None, vllm: Path | None, ray: bool, quick: bool, as_json: bool
+) -> None:
     """Measure the speed of one part.
 
     NAME is engine, trainer, async, recording, ledger, logprobs, switch or trl. Figures are of this
@@ -57,7 +60,7 @@ def bench(name: str, peers: Path | None, vllm: Path | None, quick: bool, as_json
     if name not in BENCHMARKS:
         raise ConfigError(f"there is no benchmark {name!r}; known: {', '.join(BENCHMARKS)}")
     options: dict[str, Any] = {}
-    for option, value in (("peers", peers), ("vllm", vllm)):
+    for option, value in (("peers", peers), ("vllm", vllm), ("ray", ray or None)):
         if value is None:
             continue
         if name not in OPTIONS[option]:

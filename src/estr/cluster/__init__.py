@@ -2,6 +2,7 @@
 
     session       joins a cluster or starts a local Ray, and leaves it
     ray_worker    a host of estr.worker inside an actor, spoken to as if it were a process
+    ray_child     the host in a child process of its actor, which has another interpreter
     flat          weights as one flat buffer and its manifest
     ray_weights   the WeightStore over Ray's object store
     placement     where each actor goes; all of them together, as the run sees them

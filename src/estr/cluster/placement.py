@@ -30,6 +30,7 @@ from ..rank_workers import RankWorkers, log_of
 from ..run_folder import RunFolder
 from ..trainer_process import TrainerProcess
 from ..types import Segment
+from .ray_child import spawn_of
 from .ray_weights import RayWeightStore, start_board
 from .ray_worker import Place, RayWorker
 from .session import Session
@@ -125,6 +126,7 @@ class RayProcesses(Processes):
             log=self._log,
             shared=[self._model],
             timeout_s=self._recipe.ray.start_timeout_s,
+            spawn=spawn_of(options),
         )
         return EngineProcess(worker, 0)
 

@@ -4,7 +4,8 @@
                         <--receive(wait_s)------           <==list===
 
 The host runs in a thread of its own, so that messages come in while it computes, as they do over a
-socket. One `receive` is under way at a time: answers arrive in the order in which they were given.
+socket; or in a child process that this thread starts (`ray_child`). One `receive` is under way at a
+time: answers arrive in the order in which they were given.
 Its failure is how the end of actor, process or node is noticed.
 """
 
@@ -24,7 +25,8 @@ from typing import Any
 
 from ..calls import NO_ANSWER, Calls, Message
 from ..errors import ConfigError, WorkerError
-from ..worker import host_and_serve, last_lines, lower_priority, search_path
+from ..worker import host_and_serve, last_lines, lower_priority, search_path, torch_settings
+from .ray_child import Spawn, serve_from_child
 
 START_TIMEOUT_S = 600.0
 
@@ -49,9 +51,10 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the actor's process is given: threads, niceness, working directory and module search
-    path of the controller (as far as they are there), a log to append to."""
+    """What the actor's process is given: its name in messages, threads, niceness, working directory
+    and module search path of the controller (as far as they are there), a log to append to."""
 
+    name: str
     threads: int
     nice: int
     cwd: str
@@ -86,15 +89,17 @@ class RayWorker(Calls):
         log: Path | None = None,
         shared: Sequence[Path] = (),
         timeout_s: float = START_TIMEOUT_S,
+        spawn: Spawn | None = None,
     ) -> RayWorker:
         """Make the actor and wait until its host is built.
 
-        factory: "module:callable". shared: paths that must be there. Raises ConfigError where one
-        is not, WorkerError (or the EstrError that the factory raised) when it does not come up.
+        factory: "module:callable". shared: paths that must be there. spawn: how to start a child
+        process of the actor, in which the host is to live. Raises ConfigError where a path is not
+        there, WorkerError (or the EstrError that the factory raised) when it does not come up.
         """
         import ray
 
-        surroundings = Surroundings(threads, nice, os.getcwd(), search_path(), log)
+        surroundings = Surroundings(name, threads, nice, os.getcwd(), search_path(), log)
         remote = ray.remote(HostActor).options(
             num_cpus=place.num_cpus,
             num_gpus=place.num_gpus,
@@ -103,7 +108,7 @@ class RayWorker(Calls):
             max_task_retries=0,
             max_concurrency=_CONCURRENCY,
         )
-        worker = cls(name, remote.remote(surroundings), log)
+        worker = cls(name, remote.remote(surroundings, spawn), log)
         try:
             async with asyncio.timeout(timeout_s):
                 await worker._look_around(shared)
@@ -181,8 +186,9 @@ class HostActor:
     """What runs inside the actor, whose methods, in threads of Ray's, only hand over: the host and
     its channel live in a thread of their own."""
 
-    def __init__(self, surroundings: Surroundings) -> None:
+    def __init__(self, surroundings: Surroundings, spawn: Spawn | None) -> None:
         _settle(surroundings)
+        self._name, self._log, self._spawn = surroundings.name, surroundings.log, spawn
         self._ordering = threading.Lock()
         self._frames: dict[int, list[Message]] = {}
         self._num_taken = 0
@@ -221,8 +227,13 @@ class HostActor:
         return answers
 
     def _live(self) -> None:
+        channel = _QueueChannel(self._messages, self._answers)
         try:
-            host_and_serve(_QueueChannel(self._messages, self._answers))
+            if self._spawn is None:
+                host_and_serve(channel)
+            else:
+                log = self._log if self._log is not None and self._log.exists() else None
+                asyncio.run(serve_from_child(channel, self._spawn, self._name, log))
         except BaseException:  # noqa: BLE001 - a thread's end is silent, a process's is not
             traceback.print_exc()
             os._exit(1)
@@ -253,8 +264,7 @@ class _QueueChannel:
 def _settle(surroundings: Surroundings) -> None:
     """Before torch is imported: threads, priority, and what the controller finds, as far as it is
     on this node, too."""
-    for variable in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[variable] = str(surroundings.threads)
+    os.environ.update(torch_settings(surroundings.threads))
     if surroundings.nice:
         lower_priority(surroundings.nice)
     with contextlib.suppress(OSError):

@@ -8,10 +8,12 @@ import signal
 import socket
 import sys
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
-from ..errors import ConfigError
+from ..errors import ConfigError, WorkerError
 from ..options.run import RayOptions
 
 _SPARE_BYTES = 128 << 20
@@ -33,7 +35,7 @@ class Session:
 
     def __init__(self, options: RayOptions, *, num_cpus: int, weights_bytes: int) -> None:
         """num_cpus, weights_bytes: what a local Ray must have room for. Raises ConfigError where
-        no cluster answers."""
+        no cluster answers, WorkerError where a local Ray does not come up."""
         import ray
 
         self._ours = not ray.is_initialized()
@@ -50,17 +52,18 @@ class Session:
             # Each would be a whole interpreter that nobody uses.
             "_system_config": {"enable_worker_prestart": False},
         }
-        try:
-            with _signals_kept(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                ray.init(
-                    address=options.address,
-                    log_to_driver=False,
-                    logging_level="ERROR",
-                    **(local if options.address == "local" else {}),
-                )
-        except (ConnectionError, RuntimeError, ValueError, OSError) as error:
-            raise _unreachable(options.address, error) from error
+        deadline = time.monotonic() + options.start_timeout_s
+        while True:
+            try:
+                _connect(options.address, local if options.address == "local" else {})
+                return
+            except Exception as error:
+                self.close()
+                if options.address != "local":
+                    raise _unreachable(options.address, error) from error
+                # A bare one: on busy processors Ray's own processes missed its limit of 15 s.
+                if type(error) is not Exception or time.monotonic() > deadline:
+                    raise WorkerError(f"no local Ray came up: {error}") from error
 
     def close(self) -> None:
         """Leave the cluster; a local Ray ends."""
@@ -69,6 +72,14 @@ class Session:
         if self._ours and ray.is_initialized():
             with _signals_kept():
                 ray.shutdown()
+
+
+def _connect(address: str, options: Mapping[str, Any]) -> None:
+    import ray
+
+    with _signals_kept(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
 
 
 def _require_listener(address: str) -> None:

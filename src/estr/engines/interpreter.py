@@ -47,13 +47,28 @@ def vllm_process(options: EngineOptions) -> dict[str, Any]:
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
     if kind == "cuda" and index:
-        env["CUDA_VISIBLE_DEVICES"] = index
+        env["CUDA_VISIBLE_DEVICES"] = _visible_device(options.device, int(index))
     # Not resolved: the link in a virtual environment is what tells Python which one it is.
     return {
         "python": str(Path(options.python).absolute()),
         "env": env,
         "timeout_s": START_TIMEOUT_S,
     }
+
+
+def _visible_device(device: str, index: int) -> str:
+    """The name of the device that is number `index` of those that this process may see. Raises
+    ConfigError where there are fewer."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return str(index)
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    if index >= len(names):
+        raise ConfigError(
+            f"engine.device = {device!r}, but CUDA_VISIBLE_DEVICES = {visible!r} leaves "
+            f"{len(names)} devices to this process; they are counted from cuda:0"
+        )
+    return names[index]
 
 
 def _folder_with_only_estr() -> Path:

@@ -44,7 +44,7 @@ class EngineOptions:
 
     name: Literal["local", "vllm"] = "local"
     """What draws the tokens; local: estr's own engine; vllm: vLLM, docs/vllm.md. Either runs in a
-    process of its own on this machine."""
+    process of its own."""
     python: str = ".venv-vllm/bin/python"
     """vllm only: the interpreter of the virtual environment that has vLLM; `make vllm` makes it."""
     kv_cache_gb: float = 1.0
