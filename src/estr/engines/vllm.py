@@ -39,6 +39,8 @@ _EXTENSION = "estr.engines.vllm_extension.EstrWorker"
 _GLOO = "estr_gloo"
 _GLOO_ENGINE = ("estr.engines.vllm_gloo", "GlooWeightTransferEngine")
 """Ours among vLLM's engines for weight transfer: its name there, module and class."""
+_OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
+"""What transformers calls them."""
 _NUM_FACTS = 3
 """Columns of what RecordingSampler records for a token."""
 _COUNTERS = ("steps", "tokens", "prompt_tokens", "cached_tokens", "transfers")
@@ -58,7 +60,9 @@ class VllmEngine:
         config = self._vllm.model_config
         self._max_positions = int(config.max_model_len)
         self._vocab_size = vocabulary_size(folder, SimpleNamespace(config=config.hf_config))
-        self._shapes = _shapes(folder)
+        self._shapes = checkpoint_shapes(
+            folder, tied=bool(getattr(config.hf_config, "tie_word_embeddings", False))
+        )
         self._version = version
         self._max_batch = options.max_batch
         self._dtype = options.dtype
@@ -335,8 +339,9 @@ def _is_copy(name: str, state: State, shapes: Mapping[str, tuple[int, ...]]) -> 
     )
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a model folder."""
+def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a model folder. tied: the output layer is the embedding,
+    published once, so a second copy that a folder may store is not asked for."""
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -344,6 +349,9 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="numpy") as file:
             for name in file.offset_keys():
                 shapes[name] = tuple(file.get_slice(name).get_shape())
+    for name in _OUTPUT_LAYERS if tied else ():
+        if name in shapes and list(shapes.values()).count(shapes[name]) > 1:
+            del shapes[name]
     return shapes
 
 
