@@ -187,13 +187,13 @@ class EngineHost:
         schedule: EngineSchedule | None,
     ) -> LocalEngine:
         from ..models import load_model, vocabulary_size
-        from ..quantization import inner_linear_weights
+        from ..quantization import require_inner_linear_weights
         from .local import LocalEngine
         from .scheduled import ScheduledEngine
 
         model = load_model(folder, dtype=options.dtype, device=options.device)
         if options.quantization != "none":
-            self._rounded = inner_linear_weights(model)
+            self._rounded = require_inner_linear_weights(model, options.quantization)
             model.load_state_dict(self._as_drawn_from(model.state_dict()))
         settings: dict[str, Any] = {
             "version": version,
