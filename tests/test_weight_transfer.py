@@ -148,6 +148,16 @@ def test_tensors_arrive_bit_for_bit_version_after_version(store: TransferStore) 
         assert torch.equal(store.fetch(version)["embed"], state["embed"])  # the file, for others
 
 
+def test_the_tensors_cross_the_loopback_interface_whatever_gloo_would_take(
+    store: TransferStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    store.publish(1, STATE)
+    offer = offered(store, 1)
+    assert torch.equal(Receiver().receive(offer)["embed"], STATE["embed"])
+    offer.close()
+
+
 def test_the_version_that_is_asked_for_is_the_one_that_is_sent(store: TransferStore) -> None:
     """The trainer goes on: its tensors change in place, and newer versions are published."""
     own = {name: tensor.clone() for name, tensor in STATE.items()}
