@@ -19,12 +19,18 @@ from estr.engines.process import EngineHost
 from estr.errors import ConfigError, WeightsError
 from estr.logprobs import token_statistics
 from estr.metrics import read_metrics
-from estr.models import load_model, resolve_model
+from estr.models import load_model, load_tokenizer, resolve_model
 from estr.options.run import EngineOptions
-from estr.quantization import inner_linear_weights, quantize_rows, quantized_state
+from estr.quantization import (
+    inner_linear_weights,
+    quantize_rows,
+    quantized_state,
+    require_inner_linear_weights,
+)
 from estr.types import RolloutId, SamplingSettings, Segment
 from estr.weights import MemoryWeightStore
 from tiny import tiny_model
+from tiny_models import tiny_model as tiny_model_of
 
 
 def test_quantized_rows_are_these() -> None:
@@ -70,6 +76,32 @@ def test_what_is_rounded_is_every_linear_layer_but_the_output() -> None:
     half = {name: t.bfloat16() for name, t in model.state_dict().items()}
     assert quantized_state(half, names, "int4")[min(names)].dtype == torch.bfloat16
     assert quantized_state(half, names, "none") == half
+
+
+@pytest.mark.parametrize(
+    ("family", "message"),
+    [
+        # Conv1D throughout: 12 * 64^2 weights in each of two layers.
+        ("gpt2", "GPT2LMHeadModel has only 0 of its 98304 inner weights"),
+        # The experts of a layer are two tensors of three dimensions: 4 * 3 * 96 * 64 weights of it;
+        # attention is linear, 4 * 64^2, the router 4 * 64 in a parameter.
+        ("mixtral", "MixtralForCausalLM has only 32768 of its 180736 inner weights"),
+    ],
+)
+def test_a_model_that_would_hardly_be_rounded_is_refused(
+    family: str, message: str, tmp_path: Path
+) -> None:
+    load_tokenizer(resolve_model("builtin")).save_pretrained(tmp_path)
+    tiny_model_of(family, vocab_size=64).save_pretrained(tmp_path)
+    EngineHost(tmp_path, EngineOptions(), 0, True).close()
+    with pytest.raises(ConfigError, match=f"quantization = 'int4' .*{message}.*\"none\""):
+        EngineHost(tmp_path, EngineOptions(quantization="int4"), 0, True)
+
+
+@pytest.mark.parametrize("family", ["llama-tied", "gpt-neox", "phi", "gemma2-capped", "mamba"])
+def test_models_of_linear_layers_are_rounded(family: str) -> None:
+    model = tiny_model_of(family)
+    assert require_inner_linear_weights(model, "int8") == inner_linear_weights(model)
 
 
 def drawn_by(host: EngineHost, number: int) -> Segment:

@@ -105,13 +105,13 @@ async def test_weights_arrive_by_a_file_that_is_gone_afterwards(spawn: Spawn) ->
     answers = await frames.ask((1, "load", (7, store, "keep")))
     folder, total = answers[1]
     assert total == 3.0
-    assert folder.name.startswith(f"estr-weights-{os.getpid()}-")
+    assert f"-{os.getpid()}-" in folder.name
     assert not folder.exists()
     answers = await frames.ask((2, "load", (7, store, "recompute")))
     assert isinstance(answers[2], EngineError)
     answers = await frames.ask((3, "load", (8, store, "keep")))
     assert isinstance(answers[3], WeightsError)
-    assert not list(folder.parent.glob(f"estr-weights-{os.getpid()}-*"))
+    assert not list(folder.parent.glob(f"estr-weights-*-{os.getpid()}-*"))
     frames.messages.put([(NO_ANSWER, "close", ())])
     async with asyncio.timeout(LIMIT_S):
         await task
@@ -151,13 +151,20 @@ async def test_a_host_or_an_interpreter_that_is_not_there_is_named(spawn: Spawn)
 def test_what_a_killed_actor_has_left_is_removed_by_the_next(tmp_path: Path) -> None:
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait(LIMIT_S)
-    dead, living = (tmp_path / f"estr-weights-{pid}-x" for pid in (ended.pid, os.getppid()))
-    for folder in (dead, living):
+    own = os.stat("/proc/self/ns/pid").st_ino
+    dead = tmp_path / f"estr-weights-{own}-{ended.pid}-x"
+    living = tmp_path / f"estr-weights-{own}-{os.getppid()}-x"
+    # Of another container, where that number is a process that lives.
+    foreign = tmp_path / f"estr-weights-{own + 1}-{ended.pid}-x"
+    for folder in (dead, living, foreign):
         folder.mkdir()
         (folder / "v00000001.safetensors").touch()
-    assert weights_folder(tmp_path, bytes_needed=1 << 60).parent == tmp_path, "no memory has room"
+    made = weights_folder(tmp_path, bytes_needed=1 << 60)
+    assert made.parent == tmp_path, "no memory has room"
+    assert made.name.startswith(f"estr-weights-{own}-{os.getpid()}-")
     assert not dead.exists()
     assert living.exists()
+    assert foreign.exists()
 
 
 class TestInAnActor:

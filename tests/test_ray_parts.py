@@ -17,7 +17,7 @@ from estr.cluster.ray_worker import Place, RayWorker
 from estr.cluster.session import Session
 from estr.errors import ConfigError, EngineError, WeightsError, WorkerDied, WorkerError
 from estr.options.run import RayOptions
-from ray_cases import MARKS, processes_of_ray_left_alone
+from ray_cases import MARKS, gone, processes_of_ray_left_alone
 
 pytestmark = MARKS
 
@@ -74,6 +74,17 @@ async def test_deferred_calls_overlap_and_a_killed_process_is_noticed(tmp_path: 
     with pytest.raises(WorkerDied):
         await worker.alive()
     await worker.close()
+
+
+async def test_an_answer_that_cannot_be_read_ends_the_actor_for_us() -> None:
+    worker = await start("Plain")
+    with pytest.raises(WorkerDied, match=r"test actor .* no answer can be read: .*invalid literal"):
+        await worker.call("unreadable", timeout_s=60)
+    with pytest.raises(WorkerDied, match="was given up"):
+        await worker.alive(for_s=60)
+    pid = worker.pid
+    await worker.close()
+    assert await gone(pid)
 
 
 async def test_what_does_not_come_up_is_named(tmp_path: Path) -> None:

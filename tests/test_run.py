@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -115,14 +116,7 @@ def test_weights_move_and_memory_is_given_back(finished: Path) -> None:
     last = load_model(finished / "model" / "last").state_dict()
     assert any(not start[name].equal(last[name]) for name in start)
     memory = Path("/dev/shm")
-    left = list(memory.glob("estr-weights-*")) if memory.is_dir() else []
-    assert not [p for p in left if p.name.startswith(f"estr-weights-{_pid()}-")]
-
-
-def _pid() -> int:
-    import os
-
-    return os.getpid()
+    assert not memory.is_dir() or not list(memory.glob(f"estr-weights-*-{os.getpid()}-*"))
 
 
 def test_a_run_goes_on_from_its_checkpoint(finished: Path, tmp_path: Path) -> None:

@@ -10,17 +10,21 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import estr
 from estr.check import check_recipe
 from estr.config import load_recipe
 from estr.engines.interpreter import require_interpreter, vllm_process
-from estr.engines.vllm import check_state
+from estr.engines.vllm import check_state, checkpoint_shapes
 from estr.errors import ConfigError, WeightsError
 from estr.machine import check_packages
+from estr.models import load_model
 from estr.options.run import EngineOptions
+from estr.parameters import Parameters
 from estr.run import train
 from estr.worker import Worker
+from tiny_models import tiny_model
 
 SHAPES = {"embed.weight": (4, 2), "norm.weight": (2,)}
 
@@ -49,6 +53,31 @@ def test_weights_that_fit_pass_with_a_copy_of_a_tied_one() -> None:
 def test_weights_that_do_not_fit_are_refused(changes, message) -> None:
     with pytest.raises(WeightsError, match=message):
         check_state(state(**changes), SHAPES)
+
+
+@pytest.mark.parametrize("published", ["once", "twice"])
+def test_a_tied_model_may_store_its_output_layer_as_well(tmp_path: Path, published: str) -> None:
+    """As Qwen3-0.6B is published; the trainer's weights have it once."""
+    model = tiny_model("llama-tied")
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    stored = load_file(path)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"].clone()
+    save_file(stored, path, metadata={"format": "pt"})
+    shapes = checkpoint_shapes(tmp_path, tied=True)
+    assert len(shapes) == len(stored) - 1
+    weights = Parameters(load_model(tmp_path), dtype=torch.float32).published()
+    assert "lm_head.weight" not in weights
+    check_state(stored if published == "twice" else weights, shapes)
+
+
+def test_an_output_layer_that_is_all_there_is_belongs_to_the_model(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    both = {"embed.weight": torch.zeros(4, 2), "lm_head.weight": torch.ones(4, 2)}
+    save_file(both, path)
+    assert set(checkpoint_shapes(tmp_path, tied=False)) == set(both)
+    save_file({"lm_head.weight": torch.ones(4, 2), "norm.weight": torch.ones(2)}, path)
+    assert set(checkpoint_shapes(tmp_path, tied=True)) == {"lm_head.weight", "norm.weight"}
 
 
 def test_a_missing_interpreter_is_named_before_anything_starts(tmp_path: Path) -> None:

@@ -8,7 +8,8 @@ import pickle
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,16 @@ def test_tensors_arrive_bit_for_bit_version_after_version(store: TransferStore) 
         assert torch.equal(store.fetch(version)["embed"], state["embed"])  # the file, for others
 
 
+def test_the_tensors_cross_the_loopback_interface_whatever_gloo_would_take(
+    store: TransferStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-interface")
+    store.publish(1, STATE)
+    offer = offered(store, 1)
+    assert torch.equal(Receiver().receive(offer)["embed"], STATE["embed"])
+    offer.close()
+
+
 def test_the_version_that_is_asked_for_is_the_one_that_is_sent(store: TransferStore) -> None:
     """The trainer goes on: its tensors change in place, and newer versions are published."""
     own = {name: tensor.clone() for name, tensor in STATE.items()}
@@ -159,6 +170,29 @@ def test_the_version_that_is_asked_for_is_the_one_that_is_sent(store: TransferSt
     offer.close()
     assert store.offer(1) is None
     assert torch.equal(store.fetch(1)["embed"], STATE["embed"])
+
+
+class Asking(dict):
+    """A state that asks something as soon as it is read."""
+
+    def __init__(self, state: dict[str, torch.Tensor], ask: Callable[[], object]) -> None:
+        super().__init__(state)
+        self._ask = ask
+        self.answers: list[object] = []
+
+    def items(self):
+        self.answers.append(self._ask())
+        return super().items()
+
+
+def test_the_version_before_is_gone_before_the_next_is_copied(store: TransferStore) -> None:
+    store.publish(1, STATE)
+    assert store._sender is not None
+    assert store._sender._held is not None
+    older = weakref.ref(store._sender._held.tensors["embed"])
+    state = Asking(STATE, lambda: (older(), store.offer(1), store.fetch(1)["embed"].tolist()))
+    store._sender.hold(2, state)
+    assert state.answers == [(None, None, STATE["embed"].tolist())]
 
 
 @pytest.mark.parametrize(

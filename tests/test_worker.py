@@ -101,6 +101,18 @@ async def test_death_fails_calls_and_names_how(how: str, tmp_path) -> None:
     await worker.close()
 
 
+async def test_an_answer_that_cannot_be_read_fails_all_calls_at_once() -> None:
+    worker = await start("Plain")
+    calls = [worker.call(method, timeout_s=20) for method in ("unreadable", "pid")]
+    for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(outcome, WorkerDied)
+        assert "answer of it cannot be read: ValueError: invalid literal for int" in str(outcome)
+        assert f"the test process (pid {worker.pid}) was given up" in str(outcome)
+    with pytest.raises(WorkerDied, match="was given up"):
+        await worker.alive(for_s=20)
+    await worker.close()
+
+
 async def test_large_messages_pass_both_ways() -> None:
     worker = await start("Plain")
     big = list(range(300_000))

@@ -47,6 +47,10 @@ FAMILIES: dict[str, tuple[str, dict[str, object]]] = {
         "Gemma2",
         _SIZES | _GROUPED | {"head_dim": 16, "sliding_window": 32, "pad_token_id": 0},
     ),
+    "mixtral": (
+        "Mixtral",
+        _SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    ),
     "mamba": ("Mamba", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": VOCAB_SIZE}),
 }
 

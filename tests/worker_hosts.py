@@ -11,6 +11,13 @@ from estr.errors import EngineError
 from estr.weights import FileWeightStore
 
 
+class Unreadable:
+    """Can be pickled, and not be unpickled."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return int, ("no number",)
+
+
 class Plain:
     def __init__(self, start: int = 0) -> None:
         if start < 0:
@@ -39,6 +46,9 @@ class Plain:
 
     def pid(self) -> int:
         return os.getpid()
+
+    def unreadable(self) -> Unreadable:
+        return Unreadable()
 
     def finds(self, module: str) -> bool:
         return importlib.util.find_spec(module) is not None

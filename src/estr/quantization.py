@@ -14,6 +14,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from .errors import ConfigError
+
 Quantization = Literal["none", "int8", "int4", "int3"]
 
 BITS: dict[str, int] = {"int8": 8, "int4": 4, "int3": 3}
@@ -57,6 +59,29 @@ def inner_linear_weights(model: Any) -> frozenset[str]:
         for name, module in model.named_modules()
         if isinstance(module, nn.Linear) and module.weight is not outside
     )
+
+
+def require_inner_linear_weights(model: Any, quantization: Quantization) -> frozenset[str]:
+    """`inner_linear_weights`, where they are at least half of the model's inner weights: of all
+    parameters of two or more dimensions, but for embeddings and output layer. Raises ConfigError
+    where rounding them would leave most of the model as it is."""
+    names = inner_linear_weights(model)
+    outside = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
+    output = model.get_output_embeddings()
+    outside |= set() if output is None else {id(output.weight)}
+    inner = {
+        name: parameter.numel()
+        for name, parameter in model.named_parameters()
+        if parameter.dim() >= 2 and id(parameter) not in outside
+    }
+    rounded, total = sum(inner.get(name, 0) for name in names), sum(inner.values())
+    if not rounded or 2 * rounded < total:
+        raise ConfigError(
+            f"engine.quantization = {quantization!r} rounds linear layers (torch.nn.Linear), and "
+            f"{type(model).__name__} has only {rounded} of its {total} inner weights in such; set "
+            'engine.quantization = "none", or take a model that is built of them'
+        )
+    return names
 
 
 def quantized_state(

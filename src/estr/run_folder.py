@@ -242,21 +242,31 @@ _WEIGHTS_PREFIX = "estr-weights-"
 
 
 def weights_folder(otherwise: Path, bytes_needed: int) -> Path:
-    """A fresh folder for the exchange of weights: in memory where there is room, else in the folder
-    `otherwise`.
+    """A fresh folder for the exchange of weights, estr-weights-NAMESPACE-PID-...: in memory where
+    there is room, else in the folder `otherwise`.
 
-    Those that processes which no longer live have left in either are removed first.
+    Those that processes which no longer live have left in either are removed first: of this
+    namespace of process ids only, since containers may share the memory and not the ids.
     """
     memory = Path("/dev/shm")
     usable = memory.is_dir() and os.access(memory, os.W_OK)
+    own = f"{_WEIGHTS_PREFIX}{_pid_namespace()}-"
     for place in (memory, otherwise) if usable else (otherwise,):
-        for old in place.glob(f"{_WEIGHTS_PREFIX}*"):
-            pid = old.name.removeprefix(_WEIGHTS_PREFIX).partition("-")[0]
+        for old in place.glob(f"{own}*"):
+            pid = old.name.removeprefix(own).partition("-")[0]
             if pid.isdigit() and not _alive(int(pid)):
                 shutil.rmtree(old, ignore_errors=True)
     roomy = usable and shutil.disk_usage(memory).free >= bytes_needed * 1.5
-    prefix = f"{_WEIGHTS_PREFIX}{os.getpid()}-"
+    prefix = f"{own}{os.getpid()}-"
     return Path(tempfile.mkdtemp(prefix=prefix, dir=memory if roomy else otherwise))
+
+
+def _pid_namespace() -> int:
+    """Within which a process id means something; 0 where the system has but one."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
 
 
 def _alive(pid: int) -> bool:

@@ -161,6 +161,12 @@ class Worker(Calls):
                 self._deliver(pickle.loads(await reader.readexactly(size)))
         except (asyncio.IncompleteReadError, ConnectionError):
             self._fail_calls(await self._describe_end())
+        except Exception as error:  # noqa: BLE001 - unpickling raises anything
+            self._fail_calls(
+                f"{self.place} was given up: an answer of it cannot be read: "
+                f"{type(error).__name__}: {error}{last_lines(self._log)}"
+            )
+            self._process.kill()  # it knows nothing of it, and would go on
 
     async def _describe_end(self) -> str:
         for _ in range(500):  # an interpreter takes a while to end after its last word

@@ -159,7 +159,7 @@ class RayWorker(Calls):
         self._num_sent += 1
 
     async def _read(self) -> None:
-        from ray.exceptions import RayError
+        from ray.exceptions import RayError, RaySystemError
 
         reason = f"{self.place} ended"
         try:
@@ -173,7 +173,15 @@ class RayWorker(Calls):
             reason = f"{self.place} has not been heard of for {self._silence_s:g} s"
         except RayError as error:
             reason = f"{self.place} ended: {_first_words(error)}"
+            if isinstance(error, RaySystemError):  # of the actor's end Ray has errors of their own
+                reason = self._unreadable(error)
+        except Exception as error:  # noqa: BLE001 - unpickling raises anything
+            reason = self._unreadable(error)
         self._fail_calls(f"{reason}{last_lines(self._log)}")
+
+    def _unreadable(self, error: Exception) -> str:
+        name = type(error).__name__
+        return f"{self.place} was given up: no answer can be read: {name}: {_first_words(error)}"
 
 
 def _first_words(error: Exception) -> str:

@@ -163,11 +163,13 @@ class EngineHost:
         self._scheduled: ScheduledEngine | None = None
         self._rounded: frozenset[str] = frozenset()
         self._quantization = options.quantization
+        self._vllm: VllmEngine | None = None
         self._engine: LocalEngine | VllmEngine
         if options.name == "vllm":
             from .vllm import VllmEngine
 
-            self._engine = VllmEngine(folder, options, version=version, in_flight=in_flight)
+            self._vllm = VllmEngine(folder, options, version=version, in_flight=in_flight)
+            self._engine = self._vllm
         else:
             self._engine = self._local(folder, options, version, in_flight, schedule)
         self._snapshots: list[int] = []
@@ -187,13 +189,13 @@ class EngineHost:
         schedule: EngineSchedule | None,
     ) -> LocalEngine:
         from ..models import load_model, vocabulary_size
-        from ..quantization import inner_linear_weights
+        from ..quantization import require_inner_linear_weights
         from .local import LocalEngine
         from .scheduled import ScheduledEngine
 
         model = load_model(folder, dtype=options.dtype, device=options.device)
         if options.quantization != "none":
-            self._rounded = inner_linear_weights(model)
+            self._rounded = require_inner_linear_weights(model, options.quantization)
             model.load_state_dict(self._as_drawn_from(model.state_dict()))
         settings: dict[str, Any] = {
             "version": version,
@@ -221,15 +223,38 @@ class EngineHost:
             self._engine.cancel(rollout_id)
 
     def load(self, number: int, version: int, weights: WeightStore, kv: KVPolicy) -> None:
+        self._results += self._loaded()
         try:
             self._begin_load(version, weights, kv)
-            self._loading = (number, version)
         except Exception as error:  # noqa: BLE001 - the caller of a deferred call must hear of it
             self._results.append((number, portable(error)))
+        else:
+            self._give_up_load(version)
+            self._loading = (number, version)
 
     def _begin_load(self, version: int, weights: WeightStore, kv: KVPolicy) -> None:
-        found: Any = weights.offer(version) if isinstance(weights, TransferStore) else None
+        found: Any = None
+        if self._vllm is not None and isinstance(weights, TransferStore):
+            # The sender serves one connection at a time, and a pending load has it.
+            self._vllm.drop_load()
+            self._give_up_load(version)
+            found = weights.offer(version)
         self._engine.begin_load(version, found or self._as_drawn_from(weights.fetch(version)), kv)
+
+    def _loaded(self) -> list[tuple[int, Any]]:
+        """The answer to a load whose weights are in force by now."""
+        if self._loading is None or self._engine.version != self._loading[1]:
+            return []
+        number, self._loading = self._loading[0], None
+        return [(number, None)]
+
+    def _give_up_load(self, successor: int) -> None:
+        """The caller of one that is not, and will not be, hears so."""
+        if self._loading is not None:
+            number, version = self._loading
+            error = WeightsError(f"version {version} was given up for version {successor}")
+            self._results.append((number, portable(error)))
+            self._loading = None
 
     def _as_drawn_from(self, state: State) -> State:
         if not self._rounded:
@@ -293,9 +318,7 @@ class EngineHost:
             for rollout_id in self._numbers:
                 self._engine.cancel(rollout_id)
             self._numbers.clear()
-        if self._loading is not None and self._engine.version == self._loading[1]:
-            results.append((self._loading[0], None))
-            self._loading = None
+        results += self._loaded()
         self._busy_s += time.monotonic() - clock
         return results
 

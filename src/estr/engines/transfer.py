@@ -106,9 +106,11 @@ class Sender:
         threading.Thread(target=self._run, name="weights sender", daemon=True).start()
 
     def hold(self, version: int, state: State) -> None:
-        """Copy the tensors; the version before may still be on its way, and is kept so long."""
+        """Copy the tensors. The version before is let go of first; one that is on its way lives
+        until it has arrived. An engine that asks in between reads the file."""
         import torch
 
+        self._held = None
         tensors = {
             name: tensor.detach().to(self._device, copy=True).contiguous()
             for name, tensor in state.items()
@@ -120,7 +122,9 @@ class Sender:
         )
         digest = sum(map(bit_sum, tensors.values())) % 2**64
         if torch.device(self._device).type == "cuda":
-            torch.cuda.synchronize(self._device)  # the thread sends on another stream
+            # The thread sends on another stream. That one is not waited for: what it sends may be
+            # on its way for as long as the engine likes.
+            torch.cuda.current_stream(self._device).synchronize()
         self._held = _Held(version, tensors, digest, next(bad, ""))
 
     def _run(self) -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
 Json = dict[str, Any]
 
+_LOOPBACK = "127.0.0.1"
 _POLL_S = 0.001
 
 
@@ -91,13 +92,17 @@ class Gloo:
 
 
 def gloo_group(meeting: str, rank: int, timeout_s: float) -> Any:
-    """Meet the other of two at a file; apart from all other groups of the process."""
+    """Meet the other of two at a file; apart from all other groups of the process. Both live on
+    this machine: gloo would listen where its name points to, nowhere, or at a network."""
     import torch.distributed as dist
 
     limit = timedelta(seconds=timeout_s)
     store = dist.FileStore(meeting, 2)  # type: ignore[attr-defined]
     store.set_timeout(limit)
-    return dist.ProcessGroupGloo(store, rank, 2, timeout=limit)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._timeout = limit
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=_LOOPBACK)]
+    return dist.ProcessGroupGloo(store, rank, 2, options)
 
 
 def broadcast(group: Any, tensor: Tensor) -> None:

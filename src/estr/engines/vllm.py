@@ -18,7 +18,6 @@ spawns there; it needs vllm, torch, numpy, safetensors and transformers.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Mapping
 from pathlib import Path
@@ -39,6 +38,8 @@ _EXTENSION = "estr.engines.vllm_extension.EstrWorker"
 _GLOO = "estr_gloo"
 _GLOO_ENGINE = ("estr.engines.vllm_gloo", "GlooWeightTransferEngine")
 """Ours among vLLM's engines for weight transfer: its name there, module and class."""
+_OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
+"""What transformers calls them."""
 _NUM_FACTS = 3
 """Columns of what RecordingSampler records for a token."""
 _COUNTERS = ("steps", "tokens", "prompt_tokens", "cached_tokens", "transfers")
@@ -58,7 +59,9 @@ class VllmEngine:
         config = self._vllm.model_config
         self._max_positions = int(config.max_model_len)
         self._vocab_size = vocabulary_size(folder, SimpleNamespace(config=config.hf_config))
-        self._shapes = _shapes(folder)
+        self._shapes = checkpoint_shapes(
+            folder, tied=bool(getattr(config.hf_config, "tie_word_embeddings", False))
+        )
         self._version = version
         self._max_batch = options.max_batch
         self._dtype = options.dtype
@@ -123,21 +126,28 @@ class VllmEngine:
         """Switch to these weights, or those that the trainer offers, between two tokens: at once,
         or (in_flight False) as soon as nothing runs. A newer load replaces one that is pending.
 
-        Raises WeightsError if the weights do not fit; the old ones then stay in force.
+        Raises WeightsError if the weights do not fit; the old ones then stay in force. An offer is
+        closed as soon as it is not needed any more, whatever happens.
         """
-        if kv not in ("recompute", "keep"):
-            raise EngineError(f"kv must be 'recompute' or 'keep', not {kv!r}")
-        if isinstance(weights, Offer):
-            try:
+        try:
+            if kv not in ("recompute", "keep"):
+                raise EngineError(f"kv must be 'recompute' or 'keep', not {kv!r}")
+            if isinstance(weights, Offer):
                 weights.check(self._shapes, self._dtype)
-            except WeightsError:
-                weights.close()
-                raise
-        else:
-            check_state(weights, self._shapes)
-        self._forget_pending()
+            else:
+                check_state(weights, self._shapes)
+        except BaseException:
+            _let_go(weights)
+            raise
+        self.drop_load()
         self._pending = (version, weights, kv)
         self._switch_if_due()
+
+    def drop_load(self) -> None:
+        """Forget a load that is pending, if one is; the weights in force stay so."""
+        load, self._pending = self._pending, None
+        if load is not None:
+            _let_go(load[1])
 
     def step(self) -> list[tuple[RolloutId, Segment]]:
         """One step of vLLM; returns the requests that it finished. A request whose prompt is long,
@@ -183,7 +193,7 @@ class VllmEngine:
     def close(self) -> None:
         """Drop all requests and free everything. May be called twice."""
         self._drop_all()
-        self._forget_pending()
+        self.drop_load()
         self._closed = self._closed or "the engine is closed"
         self._vllm.engine_core.shutdown()
 
@@ -192,7 +202,12 @@ class VllmEngine:
         if load is None or (self._running and not self._in_flight):
             return
         self._pending = None
-        version, weights, kv = load
+        try:
+            self._switch(*load)
+        finally:
+            _let_go(load[1])
+
+    def _switch(self, version: int, weights: State | Offer, kv: KVPolicy) -> None:
         # What has drawn nothing yet begins anew, under the new key.
         unread = [name for name, row in self._running.items() if not row.filled]
         self._waiting |= {(row := self._running[name]).request.id: row for name in unread}
@@ -215,23 +230,17 @@ class VllmEngine:
         if not isinstance(weights, Offer):
             call("estr_load", args=(version, weights))
             return
-        with contextlib.closing(weights):
-            if weights.sender != self._joined:
-                with weights.during("join") as info:
-                    call("init_weight_transfer_engine", kwargs={"init_info": info})
-                self._joined = weights.sender
-            call("estr_watch")
-            call("start_weight_update")
-            with weights.during("send") as info:
-                call("update_weights", kwargs={"update_info": info})
-            call("finish_weight_update")
-            call("estr_verify", args=(version, weights.digest))
+        if weights.sender != self._joined:
+            with weights.during("join") as info:
+                call("init_weight_transfer_engine", kwargs={"init_info": info})
+            self._joined = weights.sender
+        call("estr_watch")
+        call("start_weight_update")
+        with weights.during("send") as info:
+            call("update_weights", kwargs={"update_info": info})
+        call("finish_weight_update")
+        call("estr_verify", args=(version, weights.digest))
         self._counts["transfers"] += 1
-
-    def _forget_pending(self) -> None:
-        load, self._pending = self._pending, None
-        if load is not None and isinstance(load[1], Offer):
-            load[1].close()
 
     def _admit(self) -> None:
         free = self._max_batch - len(self._running)
@@ -307,6 +316,11 @@ class VllmEngine:
         self._waiting.clear()
 
 
+def _let_go(weights: State | Offer) -> None:
+    if isinstance(weights, Offer):
+        weights.close()
+
+
 def check_state(state: State, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise WeightsError unless `state` is a checkpoint of the model with these shapes: every
     tensor, all finite, and beside them only copies of tied ones."""
@@ -335,8 +349,9 @@ def _is_copy(name: str, state: State, shapes: Mapping[str, tuple[int, ...]]) -> 
     )
 
 
-def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of the tensors of a model folder."""
+def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of the tensors of a model folder. tied: the output layer is the embedding,
+    published once, so a second copy that a folder may store is not asked for."""
     from safetensors import safe_open
 
     shapes: dict[str, tuple[int, ...]] = {}
@@ -344,6 +359,9 @@ def _shapes(folder: Path) -> dict[str, tuple[int, ...]]:
         with safe_open(path, framework="numpy") as file:
             for name in file.offset_keys():
                 shapes[name] = tuple(file.get_slice(name).get_shape())
+    for name in _OUTPUT_LAYERS if tied else ():
+        if name in shapes and list(shapes.values()).count(shapes[name]) > 1:
+            del shapes[name]
     return shapes
 
 

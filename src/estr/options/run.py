@@ -53,7 +53,8 @@ class EngineOptions:
     """Arithmetic of the sampler's forward pass; log-probs and entropies are float32 in any case."""
     quantization: Literal["none", "int8", "int4", "int3"] = "none"
     """local only: the sampler's linear weights, but for the output layer, rounded to so many bits
-    per output row. Real rounding without integer kernels: a mismatch to train under, no saving."""
+    per output row. Real rounding without integer kernels: a mismatch to train under, no saving. A
+    model that has most of its weights elsewhere (GPT-2, fused experts) is refused."""
     count: int = 1
     """Engines that share the rollouts; more than one needs placement = "ray"."""
     max_batch: int = 128
