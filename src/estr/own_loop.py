@@ -26,7 +26,7 @@ HOLD_S = 1.0
 """A step of a coroutine that takes longer than this is told, once of each function; a loop that is
 not heard of for longer is held."""
 
-_START_S = 30.0
+_START_S = 10.0
 """How long a new loop may take until it runs."""
 
 _LINGER_S = 600.0
@@ -158,7 +158,8 @@ class OwnLoop:
 
     async def call(self, begin: Callable[[], Awaitable[T]], name: str) -> T:
         """What the awaitable that `begin` gives comes to, made and awaited there. Whatever it
-        raises is raised; what would end a loop, as a RuntimeError that names it."""
+        raises is raised; what would end a loop, as a RuntimeError that names it. RuntimeError, too,
+        where the loop ends before it."""
         work = asyncio.run_coroutine_threadsafe(self._run(begin, name), self._loop)
         try:
             return await asyncio.wrap_future(work)
