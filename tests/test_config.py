@@ -307,6 +307,36 @@ def test_every_time_limit_is_finite_and_positive_check_106(path):
     assert getattr(getattr(recipe_from_table(nested(path, 5.0)), table), key) == 5.0
 
 
+OWN_REWARD = {"path": "my.jsonl", "reward": "my_reward:score"}
+OWN_TOOL = {"path": "my.jsonl", "tools": ["my_tools:look_up"]}
+
+
+@pytest.mark.parametrize(
+    ("task", "step_timeout_s", "says"),
+    [
+        (OWN_REWARD | {"reward_timeout_s": 60}, 60.0, "task.reward_timeout_s = 60"),
+        (OWN_REWARD | {"reward_timeout_s": 90.5}, 60.0, "task.reward_timeout_s = 90.5"),
+        (OWN_REWARD, 20.0, "task.reward_timeout_s = 30"),
+        (OWN_TOOL, 10.0, "task.tool_timeout_s = 10"),
+        (["calculator", OWN_TOOL], 5.0, "task[1].tool_timeout_s = 10"),
+    ],
+)
+def test_a_call_must_end_before_the_answer_in_which_it_is_made(task, step_timeout_s, says):
+    told = refusal({"task": task, "rollout": {"step_timeout_s": step_timeout_s}})
+    assert told.startswith(
+        f"{says} must be below rollout.step_timeout_s = {step_timeout_s:g}, the limit"
+    )
+    assert "raise rollout.step_timeout_s or lower task" in told
+
+
+@pytest.mark.parametrize(
+    ("task", "step_timeout_s"),
+    [(OWN_REWARD, 30.5), (OWN_TOOL, 10.5), ({"path": "my.jsonl", "reward": "boxed"}, 5.0)],
+)
+def test_limits_of_calls_that_fit_or_are_not_made_are_no_matter(task, step_timeout_s):
+    recipe_from_table({"task": task, "rollout": {"step_timeout_s": step_timeout_s}})
+
+
 def test_there_are_time_limits():
     assert {"rollout.timeout_s", "rollout.step_timeout_s", "engine.timeout_s"} <= set(TIMES)
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -171,3 +174,128 @@ async def test_an_environment_that_holds_the_loop_of_all_rollouts_is_told(
         )
     assert ended.reward == 1.0
     assert caplog.text.count("Sleepy.step is async but blocks") == 1
+
+
+async def _waited_for(blocks: Callable[[], Awaitable[None]]) -> None:
+    await asyncio.wait_for(blocks(), 0.1)
+
+
+async def _gathered(blocks: Callable[[], Awaitable[None]]) -> None:
+    await asyncio.gather(blocks(), asyncio.sleep(0))
+
+
+async def _grouped(blocks: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async with asyncio.TaskGroup() as group:
+        group.create_task(blocks())
+
+
+@pytest.mark.parametrize("outer", [_waited_for, _gathered, _grouped])
+async def test_a_task_that_a_function_started_holds_the_loop_as_itself_would(
+    outer: Callable[..., Awaitable[None]],
+) -> None:
+    released = threading.Event()
+
+    async def blocks() -> None:
+        await asyncio.sleep(0)
+        released.wait()
+
+    try:
+        with pytest.raises(CallTimeout, match=rf"{outer.__name__} is async but blocks: it held"):
+            await call_limited(outer, (blocks,), timeout_s=1.0)
+        assert await call_limited(where, timeout_s=10) not in functions._hung
+        assert len(functions._hung) == 1
+    finally:
+        released.set()
+
+
+@pytest.mark.parametrize("by", ["a limit", "cancel"])
+async def test_a_held_loop_is_left_behind_whoever_gives_the_call_up(by: str) -> None:
+    released = threading.Event()
+
+    async def blocks() -> None:
+        released.wait()
+
+    call = asyncio.create_task(call_limited(blocks, timeout_s=60))
+    try:
+        if by == "a limit":
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(call, 1.0)
+        else:
+            await asyncio.sleep(1.0)
+            call.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await call
+        assert await call_limited(where, timeout_s=10) not in functions._hung
+        assert len(functions._hung) == 1
+    finally:
+        released.set()
+
+
+async def test_calls_that_still_have_time_go_on_in_a_loop_that_was_left_behind() -> None:
+    began, released, go_on = asyncio.Event(), threading.Event(), threading.Event()
+    caller = asyncio.get_running_loop()
+
+    async def patient() -> str:
+        caller.call_soon_threadsafe(began.set)
+        await asyncio.to_thread(go_on.wait, 10)
+        return "done"
+
+    async def blocks() -> None:
+        released.wait()
+
+    call = asyncio.create_task(call_limited(patient, timeout_s=60))
+    await asyncio.wait_for(began.wait(), 10)
+    with pytest.raises(CallTimeout):
+        await call_limited(blocks, timeout_s=1.0)
+    (hung,) = functions._hung
+    released.set()
+    await asyncio.to_thread(hung.join, 0.2)
+    go_on.set()
+    assert await call == "done"
+    await asyncio.to_thread(hung.join, 10)
+    assert not hung.is_alive()
+
+
+async def test_a_call_whose_loop_ends_is_not_a_cancellation() -> None:
+    async def leave() -> None:
+        raise SystemExit
+
+    async def starts_one() -> None:
+        task = asyncio.create_task(leave())
+        await asyncio.sleep(3600)
+        await task
+
+    with pytest.raises(RuntimeError, match=r"the event loop of .*starts_one ended under it"):
+        await call_limited(starts_one, timeout_s=60)
+    assert await call_limited(where, timeout_s=10)
+
+
+def test_a_loop_that_cannot_start_says_so() -> None:
+    script = """
+import asyncio, os, resource
+from estr import own_loop
+
+async def main():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+    files = []
+    try:
+        while True:
+            files.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError:
+        pass
+    try:
+        own_loop.running_loop()
+    except RuntimeError as error:
+        print(error)
+    for file in files:
+        os.close(file)
+    print(own_loop.running_loop().is_held())
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    first, second = done.stdout.splitlines()
+    assert "no event loop for async functions: [Errno 24]" in first
+    assert second == "False"

@@ -123,6 +123,27 @@ def test_an_attempt_that_was_given_up_does_not_spoil_the_others() -> None:
     assert asyncio.run(play()).outcome == 1.0
 
 
+def test_nobody_waits_for_a_call_of_many_that_was_cancelled() -> None:
+    async def many(replies: list[str]) -> list[float]:
+        await asyncio.sleep(3600)
+        return []
+
+    reward = Reward(many, "task.reward", timeout_s=3600, batch=2)
+
+    async def play() -> list[Any]:
+        both = [asyncio.create_task(reward(attempt())) for _ in range(2)]
+        await asyncio.sleep(0)
+        (call,) = reward._calls
+        await asyncio.sleep(0.1)
+        call.cancel()
+        async with asyncio.timeout(10):
+            return await asyncio.gather(*both, return_exceptions=True)
+
+    for error in asyncio.run(play()):
+        assert isinstance(error, GraderError)
+        assert "its call was cancelled" in str(error)
+
+
 @pytest.mark.parametrize(
     ("function", "match"),
     [

@@ -39,7 +39,7 @@ from .options.run import (
     check_weight_transfer,
 )
 from .options.suggest import nameless, suggest
-from .options.tasks import MIX, entries
+from .options.tasks import MIX, check_call_limits, entries
 
 T = TypeVar("T")
 Table = dict[str, Any]
@@ -220,6 +220,7 @@ def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
         if not table["correction"]:
             raise ConfigError('correction is empty; say correction = "none" for no correction')
     recipe = read_options(Recipe, table, "")
+    check_call_limits(recipe.task, recipe.rollout.step_timeout_s)
     for i, entry in enumerate(recipe.correction):
         correction_options(entry, _correction_place(i, len(recipe.correction)))
     return recipe

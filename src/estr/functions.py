@@ -119,7 +119,11 @@ async def call_limited(
     except TimeoutError as error:
         if not call.expired():  # the function's own
             raise
-        raise CallTimeout(f"no answer within {timeout_s:g} s{_blame(loop, began)}") from error
+        blame = _blame(loop, began)
+        raise CallTimeout(f"no answer within {timeout_s:g} s{blame}") from error
+    except asyncio.CancelledError:  # a limit of the caller's may be the shorter one
+        _leave_held(loop)
+        raise
 
 
 def _itself(value: T) -> T:
@@ -127,14 +131,16 @@ def _itself(value: T) -> T:
 
 
 def _blame(loop: OwnLoop | None, since: float) -> str:
-    """Who else held the loop of a call that was given up; one that is held still is left behind."""
-    if loop is None:
-        return ""
-    if loop.watch.is_held():
+    """Who held the loop of a call that was given up; one that is held still is left behind."""
+    holder = None if loop is None else loop.holder(since)
+    _leave_held(loop)
+    return "" if holder is None else f"; {own_loop.held(*holder)}"
+
+
+def _leave_held(loop: OwnLoop | None) -> None:
+    if loop is not None and loop.is_held():
         own_loop.leave_behind(loop)
         _hung.add(loop.thread)
-    holder = loop.watch.holder(since)
-    return "" if holder is None else f"; {own_loop.held(*holder)}"
 
 
 def _require_few_hung() -> None:

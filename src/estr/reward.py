@@ -122,18 +122,23 @@ class Reward:
         given = {
             _PLURALS[name]: [getattr(attempt, name) for attempt, _ in batch] for name in self._asked
         }
-        answers: list[Any]
+        answers: list[Any] = [GraderError(f"{self._name}: its call was cancelled")] * len(batch)
         try:
             answers = _as_many(await self._call(given), len(batch), self._name)
-        except Exception as error:  # noqa: BLE001 - or those who wait would do so for ever
+        except Exception as error:  # noqa: BLE001 - told to those who wait
             answers = [error] * len(batch)
-        for (_, future), answer in zip(batch, answers, strict=True):
-            if future.done():  # its rollout was given up meanwhile
-                continue
-            if isinstance(answer, Exception):
-                future.set_exception(answer)
-            else:
-                future.set_result(answer)
+        finally:  # whatever ends it, or they would wait for ever
+            _hand_out(answers, [future for _, future in batch])
+
+
+def _hand_out(answers: Sequence[Any], futures: Sequence[asyncio.Future[Any]]) -> None:
+    for future, answer in zip(futures, answers, strict=True):
+        if future.done():  # its rollout was given up meanwhile
+            continue
+        if isinstance(answer, Exception):
+            future.set_exception(answer)
+        else:
+            future.set_result(answer)
 
 
 def to_reply(value: Any, name: str) -> Reply:

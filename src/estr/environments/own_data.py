@@ -26,6 +26,7 @@ from ..functions import import_object
 from ..grading import GRADERS
 from ..options.corrections import require
 from ..options.run import require_positive
+from ..options.tasks import REWARD_TIMEOUT_S, TOOL_TIMEOUT_S
 from ..records import Record, as_text, choose_rows, field, fill, names_in, read_records
 from ..reward import Attempt, Reward
 from ..tools import CutSide, Toolbox, named_functions
@@ -70,8 +71,9 @@ class DataOptions:
     wants to see, for one's own function none."""
     bad_records: Literal["refuse", "drop"] = "refuse"
     """What becomes of records that lack a field or have an answer that cannot be graded."""
-    reward_timeout_s: float = 30.0
-    """Time that one call of one's own reward function may take, seconds."""
+    reward_timeout_s: float = REWARD_TIMEOUT_S
+    """Time that one call of one's own reward function may take, seconds; less than
+    rollout.step_timeout_s."""
     reward_batch: int = 32
     """Replies given at once to a reward function of many, at most."""
     unfinished_outcome: float = 0.0
@@ -82,8 +84,8 @@ class DataOptions:
     """Turns of a rollout with tools, at most; without tools there is one."""
     tool_role: ToolRole = "tool"
     """Role in whose name tools answer; templates that know no "tool" get "user" in any case."""
-    tool_timeout_s: float = 10.0
-    """Time that one call of a tool may take, seconds."""
+    tool_timeout_s: float = TOOL_TIMEOUT_S
+    """Time that one call of a tool may take, seconds; less than rollout.step_timeout_s."""
     max_tool_chars: int = 2000
     """Longer answers of tools are cut."""
     tool_cut: CutSide = "right"

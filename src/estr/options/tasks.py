@@ -17,6 +17,8 @@ from ..errors import ConfigError
 from .suggest import nameless
 
 MIX = "mix"
+REWARD_TIMEOUT_S = 30.0
+TOOL_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,28 @@ def entries(task: Mapping[str, Any]) -> tuple[TaskEntry, ...]:
                 f'two tasks are called {label!r}; give each a label of its own: label = "{label}-2"'
             )
     return found
+
+
+def check_call_limits(task: Mapping[str, Any], step_timeout_s: float) -> None:
+    """Raises ConfigError where a call of one's own reward function or tool may take as long as the
+    whole answer of the environment (`rollout.step_timeout_s`) in which it is made: the rollout
+    would end before the call is given up, and be told as an environment that does not answer."""
+    for entry in entries(task):
+        table = entry.table
+        if table["name"] != "data":
+            continue
+        limits = {}
+        if ":" in str(table.get("reward", "")):
+            limits["reward_timeout_s"] = table.get("reward_timeout_s", REWARD_TIMEOUT_S)
+        if table.get("tools"):
+            limits["tool_timeout_s"] = table.get("tool_timeout_s", TOOL_TIMEOUT_S)
+        for key, value in limits.items():
+            if isinstance(value, int | float) and value >= step_timeout_s:
+                raise ConfigError(
+                    f"{entry.place}.{key} = {value:g} must be below rollout.step_timeout_s = "
+                    f"{step_timeout_s:g}, the limit of the whole answer; raise "
+                    f"rollout.step_timeout_s or lower {entry.place}.{key}"
+                )
 
 
 def title(task: Mapping[str, Any]) -> str:
