@@ -20,6 +20,7 @@ import json
 import os
 import statistics
 import subprocess
+import sys
 import tempfile
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -114,7 +115,7 @@ def run(
             except DataError as error:
                 left_out[name] = str(error)
                 continue
-            found[name] = _compare(python, folder, regime, rounds=1 if quick else 3)
+            found[name] = _compare(name, python, folder, regime, rounds=1 if quick else 3)
     return {
         "name": "trl",
         "ratio": min((r["samples_ratio"] for r in found.values()), default=None),
@@ -158,7 +159,7 @@ def _model(regime: Regime, place: Path) -> Path:
     return place
 
 
-def _compare(python: Path, folder: Path, regime: Regime, rounds: int) -> dict[str, Any]:
+def _compare(name: str, python: Path, folder: Path, regime: Regime, rounds: int) -> dict[str, Any]:
     recipe = _recipe(folder, regime)
     work = {
         **asdict(regime),
@@ -169,11 +170,13 @@ def _compare(python: Path, folder: Path, regime: Regime, rounds: int) -> dict[st
     }
     sides: dict[str, list[Facts]] = {side: [] for side in ("estr", *FORMS)}
     left_out: dict[str, str] = {}
-    for _ in range(rounds):
+    for number in range(1, rounds + 1):
         sides["estr"].append(blocking.run(partial(_ours, recipe, regime)))
+        _tell(name, number, "estr", sides)
         for side in sorted(sides.keys() & FORMS.keys()):
             try:
                 sides[side].append(_theirs(python, work | {"continuous": FORMS[side]}))
+                _tell(name, number, side, sides)
             except ConfigError as error:
                 if not FORMS[side]:
                     raise
@@ -193,6 +196,11 @@ def _compare(python: Path, folder: Path, regime: Regime, rounds: int) -> dict[st
         },
         "regime": asdict(regime),
     }
+
+
+def _tell(name: str, number: int, side: str, sides: dict[str, list[Facts]]) -> None:
+    step_s = sides[side][-1]["step_s"]
+    print(f"{name}, round {number}, {side}: {step_s:.2f} s a step", file=sys.stderr, flush=True)
 
 
 def _medians(found: list[Facts]) -> Facts:
