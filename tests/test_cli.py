@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import inspect
 import json
@@ -139,6 +140,21 @@ def test_the_exported_names_exist_in_any_order() -> None:
 # -- errors -------------------------------------------------------------------------------------
 
 
+def failing(error: BaseException) -> click.Group:
+    """Commands, of which `fail` raises this."""
+
+    @click.group(cls=_Commands)
+    @click.option("--debug", is_flag=True)
+    def group(debug: bool) -> None:
+        pass
+
+    @group.command()
+    def fail() -> None:
+        raise error
+
+    return group
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -150,21 +166,28 @@ def test_the_exported_names_exist_in_any_order() -> None:
     ],
 )
 def test_errors_become_a_line_and_an_exit_code(error: BaseException, code: int) -> None:
-    @click.group(cls=_Commands)
-    @click.option("--debug", is_flag=True)
-    def group(debug: bool) -> None:
-        pass
-
-    @group.command()
-    def fail() -> None:
-        raise error
-
+    group = failing(error)
     result = CliRunner().invoke(group, ["fail"])
     assert (result.exit_code, result.stdout) == (code, "")
     assert result.stderr.startswith("error: ")
     assert "\x1b" not in result.stderr
     debug = CliRunner().invoke(group, ["--debug", "fail"])
     assert (debug.exception is error) == isinstance(error, EstrError)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [
+        (IsADirectoryError(errno.EISDIR, "Is a directory", "runs/x"), "runs/x: Is a directory;"),
+        (OSError(errno.ENOSPC, "No space left on device"), "error: No space left on device;"),
+    ],
+)
+def test_a_disk_error_becomes_a_line(error: OSError, words: str) -> None:
+    group = failing(error)
+    result = CliRunner().invoke(group, ["fail"])
+    assert result.exit_code == 1
+    assert words in result.stderr
+    assert CliRunner().invoke(group, ["--debug", "fail"]).exception is error
 
 
 @pytest.mark.parametrize(

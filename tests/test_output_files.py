@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import os
 from pathlib import Path
 
-import click
 import pytest
 from click.testing import CliRunner
 
-from estr.cli import _Commands, cli
+from estr.cli import cli
 from estr.config import correction_entries
 from estr.errors import ConfigError, DataError
 from estr.evaluation_records import RolloutRecord, open_rollouts
@@ -76,29 +74,6 @@ def test_commands_refuse_such_a_place_before_they_compute(
         assert path.name in result.stderr
         assert result.stdout == ""
     assert (tmp_path / "file").read_text() == "kept"
-
-
-@pytest.mark.parametrize(
-    ("error", "words"),
-    [
-        (IsADirectoryError(errno.EISDIR, "Is a directory", "runs/x"), "runs/x: Is a directory;"),
-        (OSError(errno.ENOSPC, "No space left on device"), "error: No space left on device;"),
-    ],
-)
-def test_a_disk_error_becomes_a_line(error: OSError, words: str) -> None:
-    @click.group(cls=_Commands)
-    @click.option("--debug", is_flag=True)
-    def group(debug: bool) -> None:
-        pass
-
-    @group.command()
-    def fail() -> None:
-        raise error
-
-    result = CliRunner().invoke(group, ["fail"])
-    assert result.exit_code == 1
-    assert words in result.stderr
-    assert CliRunner().invoke(group, ["--debug", "fail"]).exception is error
 
 
 def test_a_range_without_end_takes_no_memory(tmp_path: Path) -> None:
