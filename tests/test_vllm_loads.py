@@ -20,6 +20,7 @@ from estr.errors import EngineError, WeightsError
 from estr.models import load_model, resolve_model
 from estr.options.run import EngineOptions
 from estr.types import RolloutId, SamplingSettings
+from estr.weights import MemoryWeightStore
 
 LIMIT_S = 5.0
 
@@ -31,6 +32,7 @@ class FakeVllm:
         self.model_config = SimpleNamespace(max_model_len=64, hf_config=config)
         self.engine_core = SimpleNamespace(engine_core=self, shutdown=lambda: None)
         self.pauses = True
+        self.loads = True
         self.received: dict[str, torch.Tensor] = {}
         self._group: Any = None
 
@@ -48,6 +50,8 @@ class FakeVllm:
         return []
 
     def collective_rpc(self, method: str, args: Any = (), kwargs: Any = None) -> None:
+        if not self.loads:
+            raise RuntimeError("it does not load")
         if method == "init_weight_transfer_engine":
             info = kwargs["init_info"]
             self._group = gloo_group(info["meeting"], 1, info["timeout_s"])
@@ -145,4 +149,24 @@ def test_a_newer_load_replaces_one_that_is_pending(
     for name, tensor in newer.items():
         assert torch.equal(vllm.received[name], tensor)
     assert is_free(store, 2)
+    host.close()
+
+
+def test_a_pending_load_that_fails_is_an_engine_error_to_the_requests(
+    host: EngineHost, state: dict[str, torch.Tensor], vllm: FakeVllm
+) -> None:
+    store = MemoryWeightStore()
+    store.publish(1, state)
+    run_a_request(host)
+    host.load(7, 1, store, "recompute")
+    prompt = np.array([1, 4, 5], dtype=np.int32)
+    host.generate(8, Request(RolloutId(0, 0, 1), prompt, SamplingSettings(), 4, 3))
+    assert answers(host) == {}
+    vllm.loads = False
+    assert host._vllm is not None
+    host._vllm.cancel(RolloutId(0, 0, 0))
+    found = answers(host)
+    assert isinstance(found[7], WeightsError)
+    assert isinstance(found[8], EngineError)
+    assert str(found[7]) == str(found[8])
     host.close()

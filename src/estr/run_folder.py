@@ -113,7 +113,10 @@ class RunFolder:
         try:
             file = (self.path / ".lock").open("w")
         except OSError as error:
-            raise DataError(f"cannot write to {self.path}: {error.strerror}") from error
+            raise DataError(
+                f"cannot write to {self.path}: {error.strerror}; free the disk, change the "
+                "folder's permissions, or copy the run to where you may write"
+            ) from error
         with file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -27,6 +27,8 @@ Flat = NDArray[np.uint8]
 
 _ALIGNMENT = 64
 """Bytes: of a cache line, and a multiple of every element size."""
+_PIECE = 1 << 20
+"""Bytes that are copied and then hashed while a core's caches still hold them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +60,17 @@ def pack(version: int, state: State) -> tuple[Manifest, Flat]:
         entries.append(_entry(name, tensor, num_bytes))
         num_bytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
     flat = np.zeros(num_bytes, dtype=np.uint8)
-    buffer = torch.from_numpy(flat)
+    digest, hashed = _digest(version, entries), 0
     for entry, tensor in zip(entries, state.values(), strict=True):
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        buffer[entry.offset : entry.offset + tensor.nbytes].copy_(data)
-    return Manifest(version, tuple(entries), num_bytes, _digest(version, entries, flat)), flat
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        stop = entry.offset + data.nbytes
+        for low in range(entry.offset, stop, _PIECE):
+            high = min(low + _PIECE, stop)
+            flat[low:high] = data[low - entry.offset : high - entry.offset]
+            digest.update(flat.data[hashed:high])
+            hashed = high
+    digest.update(flat.data[hashed:])
+    return Manifest(version, tuple(entries), num_bytes, digest.hexdigest()), flat
 
 
 def unpack(manifest: Manifest, version: int, flat: Flat) -> dict[str, Tensor]:
@@ -70,8 +78,12 @@ def unpack(manifest: Manifest, version: int, flat: Flat) -> dict[str, Tensor]:
     `version` as packed."""
     import torch
 
-    data = np.array(flat)  # an object store's memory is read-only, and not ours to keep
-    found = _digest(manifest.version, manifest.entries, data)
+    data = np.empty_like(flat)  # an object store's memory is read-only, and not ours to keep
+    digest = _digest(manifest.version, manifest.entries)
+    for low in range(0, flat.nbytes, _PIECE):
+        data[low : low + _PIECE] = flat[low : low + _PIECE]
+        digest.update(data.data[low : low + _PIECE])
+    found = digest.hexdigest()
     if (manifest.version, manifest.num_bytes, manifest.sha256) != (version, data.nbytes, found):
         raise WeightsError(
             f"the flat buffer is not version {version} as published: its manifest says version "
@@ -92,7 +104,6 @@ def _entry(name: str, tensor: Tensor, offset: int) -> Entry:
     return Entry(name, dtype, tuple(tensor.shape), offset)
 
 
-def _digest(version: int, entries: Sequence[Entry], flat: Flat) -> str:
-    digest = hashlib.sha256(repr((version, tuple(entries))).encode())
-    digest.update(flat.data)
-    return digest.hexdigest()
+def _digest(version: int, entries: Sequence[Entry]) -> hashlib._Hash:
+    """SHA-256 so far, before the buffer's bytes."""
+    return hashlib.sha256(repr((version, tuple(entries))).encode())

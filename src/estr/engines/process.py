@@ -310,11 +310,12 @@ class EngineHost:
                 if number is not None:
                     results.append((number, segment))
         except (EngineError, WeightsError) as error:
+            failure = error if isinstance(error, EngineError) else EngineError(str(error))
             if isinstance(error, WeightsError) and self._loading is not None:
                 results.append((self._loading[0], portable(error)))
                 self._loading = None
             # The step names one request; none of the others can be trusted to go on.
-            results += [(number, portable(error)) for number in self._numbers.values()]
+            results += [(number, portable(failure)) for number in self._numbers.values()]
             for rollout_id in self._numbers:
                 self._engine.cancel(rollout_id)
             self._numbers.clear()
