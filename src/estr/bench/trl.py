@@ -2,8 +2,8 @@
 
     arithmetic   SmolLM2-135M on the sums of the task `arithmetic`: short answers, graded at once
     long_tail    a small decoder with random weights that stops at each token with the same chance,
-                 so that lengths are geometric (mean 38, cut at 256), behind a grader that takes
-                 0.5 s on the mean and up to 4 s
+                 so that lengths are about geometric (a mean of 53 tokens, cut at 256), behind a
+                 grader that takes 0.5 s on the mean and up to 4 s
 
 Each side has both cores: TRL two threads in one process, estr a process for generation and one for
 training. Both train in float32 with a learning rate that leaves the policy, and so the work, as it
