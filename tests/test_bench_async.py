@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
-from estr.bench import async_loop
+from estr.bench import async_loop, async_parts
 from estr.bench.async_loop import CONFIG, KINDS, summary
 from estr.bench.async_parts import Clock, Kind, Measure
 from estr.bench.async_quality import Look, Quality, judged
 from estr.config import Recipe
 from estr.errors import ConfigError
+from estr.worker import Worker
 
 ROOT = Path(__file__).parents[1]
 
@@ -72,6 +74,25 @@ def curve(*accuracies: float, step_s: float) -> list[Look]:
 
 
 RISING = (0.2, 0.4, 0.6, 0.8, 0.9, 0.9)
+
+
+@pytest.mark.parametrize("large", [False, True])
+def test_processes_of_a_small_model_stay_up_and_of_a_large_one_make_room(
+    large: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if large:
+        monkeypatch.setattr(async_parts, "_LARGE_MODEL_BYTES", 0)
+
+    async def asked_twice() -> list[bool]:
+        async with async_parts.open_pairs(Recipe()) as pair_for:
+            async with pair_for(Kind(max_staleness=0)) as first:
+                pass
+            assert isinstance(first.engine.worker, Worker)
+            alive = Path(f"/proc/{first.engine.worker.pid}").exists()
+            async with pair_for(Kind()) as second:
+                return [alive, first is second]
+
+    assert asyncio.run(asked_twice()) == [not large, not large]
 
 
 def test_a_quality_is_reached_at_the_first_non_inferior_evaluation() -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import statistics
 import sys
 import tomllib
-from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from ..config import Recipe, recipe_from_table
 from ..errors import ConfigError, DataError
 from ..subject import model_folder
 from . import machine
-from .async_parts import Clock, Facts, Kind, Measure, Pair, open_pair
+from .async_parts import Clock, Facts, Kind, Measure, open_pairs
 from .async_quality import Quality, time_to_quality
 
 CONFIG = Path("benchmarks/async.toml")
@@ -126,21 +125,18 @@ def _to_compare(regime: dict[str, Any]) -> dict[str, Kind]:
 async def _measure_regime(
     name: str, recipe: Recipe, measure: Measure, repeats: int
 ) -> dict[str, Any]:
-    """Every kind in turn, again and again, with processes that stay up: the machine's own speed
-    wanders, so only what was measured side by side is compared."""
+    """Every kind in turn, again and again: the machine's own speed wanders, so only what was
+    measured side by side is compared."""
     rounds: list[dict[str, Facts]] = []
-    pairs: dict[tuple[bool, int], Pair] = {}
-    async with AsyncExitStack() as stack:
-        for kind in KINDS.values():
-            if (needs := (kind.in_flight, kind.threads)) not in pairs:
-                shared = Kind(in_flight=kind.in_flight, threads=kind.threads)
-                pairs[needs] = await stack.enter_async_context(open_pair(shared.of(recipe)))
+    async with open_pairs(recipe) as pair_for:
         for number in range(1, repeats + 1):
-            facts = {"alone": await pairs[True, 1].alone(measure)}
+            async with pair_for(Kind()) as pair:
+                facts = {"alone": await pair.alone(measure)}
             for label, kind in KINDS.items():
                 clock = Clock(measure.warmup_steps)
-                loop = await pairs[kind.in_flight, kind.threads].loop(kind.of(recipe), clock)
-                facts[label] = clock.rates() | loop
+                async with pair_for(kind) as pair:
+                    facts[label] = await pair.loop(kind.of(recipe), clock)
+                facts[label] |= clock.rates()
             rounds.append(facts)
             told = ", ".join(f"{label} {facts[label]['tokens_per_s']:,.0f}" for label in KINDS)
             print(f"{name}, round {number}, tokens/s: {told}", file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
 """What `estr bench async` measures with: processes that stay up, and a loop that is watched.
 
-All kinds of training that a regime is measured under share a `Pair` wherever its engine and trainer
-are those that they need; every measurement begins at the same weights.
+All kinds of training that a small model is measured under share a `Pair` wherever its engine and
+trainer are those that they need; every measurement begins at the same weights.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ import asyncio
 import dataclasses
 import tempfile
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ from ..weights import FileWeightStore
 from ..worker import busy_share
 
 Facts = dict[str, float]
+
+_LARGE_MODEL_BYTES = 100_000_000
 
 
 class Kind(NamedTuple):
@@ -120,6 +122,30 @@ async def open_pair(recipe: Recipe, keep: int | None = None) -> AsyncIterator[Pa
             await asyncio.gather(engine.close(), trainer.close())
 
 
+@asynccontextmanager
+async def open_pairs(recipe: Recipe) -> AsyncIterator[PairFor]:
+    """Pairs by the processes that a kind needs. They stay up until the end, shared by kinds of the
+    same needs; with a large model, of which no four pairs fit into memory, each is opened anew
+    whenever it is asked for and closed after it."""
+    files = model_folder(recipe).glob("*.safetensors")
+    is_large = sum(file.stat().st_size for file in files) > _LARGE_MODEL_BYTES
+    opened: dict[Kind, Pair] = {}
+    async with AsyncExitStack() as stack:
+
+        @asynccontextmanager
+        async def pair_for(kind: Kind) -> AsyncIterator[Pair]:
+            needs = Kind(in_flight=kind.in_flight, threads=kind.threads)
+            if is_large:
+                async with open_pair(needs.of(recipe)) as pair:
+                    yield pair
+                return
+            if needs not in opened:
+                opened[needs] = await stack.enter_async_context(open_pair(needs.of(recipe)))
+            yield opened[needs]
+
+        yield pair_for
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pair:
     """An engine and a trainer that stay up between measurements."""
@@ -179,6 +205,9 @@ class Pair:
         groups, generation = await _generate(self.recipe, self.setting, measure)
         training = await _train(self.recipe, self.trainer, groups, measure)
         return {"generation": generation, "training": training}
+
+
+PairFor = Callable[[Kind], AbstractAsyncContextManager[Pair]]
 
 
 def _facts(totals: Row, before: Facts, after: Facts) -> Facts:
