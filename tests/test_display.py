@@ -21,7 +21,7 @@ from estr.display import (
     rollout_lines,
 )
 from estr.run_folder import RunFolder, Summary
-from estr.run_progress import RunProgress, duration, sparkline
+from estr.run_progress import RunProgress, duration, rate, sparkline
 from estr.types import RolloutId, SamplingSettings, Segment, Trajectory
 
 EVIL = "\x1b]0;owned\x07[bold]loud[/bold]\x1b[2J\x9b31m\u202edrow"
@@ -121,6 +121,11 @@ def test_a_long_sparkline_averages_what_it_cannot_show() -> None:
     assert sparkline([0, 2, 7, 9], width=2) == "▁█"
     assert len(sparkline(list(range(101)), width=40)) == 40
     assert sparkline(list(range(8000)), width=8) == "▁▂▃▄▅▆▇█"
+
+
+def test_a_slow_run_has_a_rate_too() -> None:
+    rates = [rate(r) for r in (12345.4, 9.97, 9.94, 3.14, 0.5, 0.0)]
+    assert rates == ["12,345", "10", "9.9", "3.1", "0.5", "0"]
 
 
 def test_durations() -> None:

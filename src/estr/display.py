@@ -26,7 +26,7 @@ from rich.text import Text
 from .evaluation_records import stretches
 from .options.tasks import title
 from .progress import Row
-from .run_progress import RunProgress, duration, sparkline
+from .run_progress import RunProgress, duration, rate, sparkline
 
 if TYPE_CHECKING:
     from .config import Recipe
@@ -63,7 +63,7 @@ def result_lines(summary: Summary, folder: RunFolder) -> list[tuple[str, str]]:
     return [
         ("held-out accuracy", f"{start} at the start, {final} at the end, {best} at best"),
         ("optimizer steps", f"{summary.steps} (version {summary.version})"),
-        ("time", f"{duration(summary.wall_s)}, {summary.tokens_per_s:,.0f} tokens/s"),
+        ("time", f"{duration(summary.wall_s)}, {rate(summary.tokens_per_s)} tokens/s"),
         ("trained tokens", f"{summary.trained_tokens:,}"),
         (
             "staleness",
