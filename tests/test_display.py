@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from estr.config import Recipe
+from estr.config import Recipe, recipe_from_table
 from estr.display import (
     LiveReporter,
     PlainReporter,
@@ -173,7 +173,7 @@ def test_figures_of_a_whole_row() -> None:
 def test_plain_lines() -> None:
     stream = io.StringIO()
     with PlainReporter(stream, every_s=5.0) as reporter:
-        reporter.starting()
+        reporter.starting(Recipe())
         reporter.started(Recipe(steps=30), RunFolder(Path("runs/x")), 0)
         reporter.evaluated(0, 0.40234, 1024)
         for step in range(1, 31):
@@ -265,10 +265,20 @@ def test_nothing_is_said_to_start_before_it_does() -> None:
     stream = io.StringIO()
     with PlainReporter(stream) as reporter:
         assert stream.getvalue() == ""
-        reporter.starting()
+        reporter.starting(Recipe())
     assert stream.getvalue() == "starting engine, trainer and evaluator\n"
     assert "starting" not in live(lambda reporter: None)
-    assert "starting engine" in live(lambda reporter: reporter.starting())
+    large = recipe_from_table(
+        {
+            "placement": "ray",
+            "engine": {"name": "vllm", "count": 2},
+            "trainer": {"ranks": 4},
+            "ray": {"address": "auto"},
+        }
+    )
+    words = "starting 2 engines (vllm), trainer of 4 ranks and evaluator on Ray (auto)"
+    assert words in live(lambda reporter: reporter.starting(large))
+    assert "starting engine" in live(lambda reporter: reporter.starting(Recipe()))
 
 
 def test_events_before_the_start_do_no_harm() -> None:

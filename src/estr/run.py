@@ -130,7 +130,7 @@ async def _train(
         also = _logs(recipe, folder)
         for log in also:
             stack.callback(log.close)
-        reporter.starting()
+        reporter.starting(recipe)
         with _stop_goes_first(stop):
             processes = await _start(model, recipe, folder, reporter, replay)
         try:
