@@ -258,6 +258,10 @@ def test_what_reshapes_the_distribution_is_refused_with_the_reason(key):
         ),
         # lora.rank and correction.beta are nearer, but elsewhere.
         ({"trainer": {"ransk": 2}}, "unknown key trainer.ransk; did you mean trainer.ranks?"),
+        (
+            {"trainer": {"rank": 2}},
+            "unknown key trainer.rank; did you mean trainer.ranks? Else it belongs at lora.rank",
+        ),
         ({"trainer": {"betsa": 2}}, "unknown key trainer.betsa; did you mean trainer.betas?"),
         ({"samplin": {"temperature": 1}}, "unknown key samplin; did you mean sampling?"),
     ],
@@ -610,7 +614,10 @@ def test_a_bound_that_cannot_hold_is_refused_and_one_more_is_enough(s: int, m: i
             {"placement": "ray", "trainer": {"device": "cuda:1"}},
             "trainer.device = 'cpu' or 'cuda:0'",
         ),
-        ({"ray": {"address": ""}}, "ray.address must be"),
+        ({"ray": {"address": ""}}, "ray.address = '' is neither"),
+        ({"ray": {"address": "ray://head:10001"}}, "is neither"),
+        ({"ray": {"address": "somewhere"}}, "is neither"),
+        ({"ray": {"address": "head:99999"}}, 'neither "local", "auto" nor HOST:PORT'),
     ],
 )
 def test_a_placement_that_cannot_be(table, words):

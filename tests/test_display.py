@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
-from estr.config import Recipe
+from estr.config import Recipe, recipe_from_table
 from estr.display import (
     LiveReporter,
     PlainReporter,
@@ -21,7 +21,7 @@ from estr.display import (
     rollout_lines,
 )
 from estr.run_folder import RunFolder, Summary
-from estr.run_progress import RunProgress, duration, sparkline
+from estr.run_progress import RunProgress, duration, rate, sparkline
 from estr.types import RolloutId, SamplingSettings, Segment, Trajectory
 
 EVIL = "\x1b]0;owned\x07[bold]loud[/bold]\x1b[2J\x9b31m\u202edrow"
@@ -123,6 +123,11 @@ def test_a_long_sparkline_averages_what_it_cannot_show() -> None:
     assert sparkline(list(range(8000)), width=8) == "▁▂▃▄▅▆▇█"
 
 
+def test_a_slow_run_has_a_rate_too() -> None:
+    rates = [rate(r) for r in (12345.4, 9.97, 9.94, 3.14, 0.5, 0.0)]
+    assert rates == ["12,345", "10", "9.9", "3.1", "0.5", "0"]
+
+
 def test_durations() -> None:
     assert [duration(s) for s in (0, 7.4, 750, 3723)] == ["0:00", "0:07", "12:30", "1:02:03"]
 
@@ -168,7 +173,7 @@ def test_figures_of_a_whole_row() -> None:
 def test_plain_lines() -> None:
     stream = io.StringIO()
     with PlainReporter(stream, every_s=5.0) as reporter:
-        reporter.starting()
+        reporter.starting(Recipe())
         reporter.started(Recipe(steps=30), RunFolder(Path("runs/x")), 0)
         reporter.evaluated(0, 0.40234, 1024)
         for step in range(1, 31):
@@ -260,10 +265,20 @@ def test_nothing_is_said_to_start_before_it_does() -> None:
     stream = io.StringIO()
     with PlainReporter(stream) as reporter:
         assert stream.getvalue() == ""
-        reporter.starting()
+        reporter.starting(Recipe())
     assert stream.getvalue() == "starting engine, trainer and evaluator\n"
     assert "starting" not in live(lambda reporter: None)
-    assert "starting engine" in live(lambda reporter: reporter.starting())
+    large = recipe_from_table(
+        {
+            "placement": "ray",
+            "engine": {"name": "vllm", "count": 2},
+            "trainer": {"ranks": 4},
+            "ray": {"address": "auto"},
+        }
+    )
+    words = "starting 2 engines (vllm), trainer of 4 ranks and evaluator on Ray (auto)"
+    assert words in live(lambda reporter: reporter.starting(large))
+    assert "starting engine" in live(lambda reporter: reporter.starting(Recipe()))
 
 
 def test_events_before_the_start_do_no_harm() -> None:

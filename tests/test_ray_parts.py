@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,14 @@ from typing import Any
 import pytest
 import torch
 
+from estr.check import check_recipe
 from estr.cluster.ray_weights import RayWeightStore, start_board
 from estr.cluster.ray_worker import Place, RayWorker
 from estr.cluster.session import Session
+from estr.config import load_recipe
 from estr.errors import ConfigError, EngineError, WeightsError, WorkerDied, WorkerError
 from estr.options.run import RayOptions
+from estr.run import train
 from ray_cases import MARKS, gone, processes_of_ray_left_alone
 
 pytestmark = MARKS
@@ -163,18 +167,19 @@ def test_a_local_ray_that_is_too_slow_is_started_again(monkeypatch: pytest.Monke
     assert tries == ["local"]
 
 
-@pytest.mark.parametrize(
-    ("address", "words"),
-    [
-        ("127.0.0.1:1", "no Ray cluster can be reached there .*refused.*`ray start --head`"),
-        ("somewhere", 'is neither "local", "auto" nor HOST:PORT'),
-    ],
-)
 def test_an_address_where_no_cluster_is_gives_the_remedy(
-    address: str, words: str, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     import ray
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    with pytest.raises(ConfigError, match=f"ray.address = '{address}'.*{words}"):
+    address = "127.0.0.1:1"
+    words = f"ray.address = '{address}': no Ray cluster .*refused.*`ray start --head`"
+    with pytest.raises(ConfigError, match=words):
         Session(RayOptions(address), num_cpus=1, weights_bytes=0)
+    overrides = ["placement=ray", f"ray.address={address}"]
+    (error,) = check_recipe(None, overrides).errors
+    assert re.search(words, error)
+    with pytest.raises(ConfigError, match=words):
+        train(load_recipe(overrides=overrides), runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()

@@ -247,3 +247,19 @@ def test_one_interrupt_saves_and_ends_with_130(tmp_path: Path) -> None:
     assert verify(start)["step"] == 0
     assert verify(saved)["step"] >= 3
     assert json.loads((saved / "trainer.json").read_text())["step"] == verify(saved)["step"]
+
+
+def test_a_process_that_an_interrupt_ends_while_it_starts_is_no_failure(tmp_path: Path) -> None:
+    process = _start(tmp_path, "steps=400")
+    deadline = time.monotonic() + 60
+    while not (workers := _workers_of(process.pid)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    os.kill(min(workers.values()), signal.SIGINT)  # as a terminal sends it, to all of them
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr.decode()
+    assert b"stopped before training began" in stderr
+    assert not _workers_of(process.pid)
+    assert not (tmp_path / "calculator").exists(), "a run that never began takes no name"

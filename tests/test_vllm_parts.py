@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import estr
 from estr.check import check_recipe
 from estr.config import load_recipe
-from estr.engines.interpreter import require_interpreter, vllm_process
+from estr.engines.interpreter import require_interpreter, require_vllm, vllm_process
 from estr.engines.vllm import check_state, checkpoint_shapes
 from estr.errors import ConfigError, WeightsError
 from estr.machine import check_packages
@@ -91,6 +91,24 @@ def test_a_missing_interpreter_is_named_before_anything_starts(tmp_path: Path) -
     assert not (tmp_path / "runs").exists()
     assert any("engine.python" in error for error in check_recipe(None, overrides).errors)
     require_interpreter(EngineOptions(python=str(tmp_path / "python")))  # the local engine has none
+
+
+def test_an_interpreter_without_vllm_is_named_before_anything_starts(tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
+    python = bare / "bin" / "python"
+    overrides = ["engine.name=vllm", f"engine.python={python}"]
+    with pytest.raises(ConfigError, match=r"engine\.python = .* has no package vllm; .*make vllm"):
+        train(load_recipe(overrides=overrides), runs=tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+    (packages,) = bare.glob("lib/python*/site-packages")
+    (packages / "vllm.py").write_text("raise SystemExit('it is looked for, not imported')\n")
+    require_vllm(EngineOptions(name="vllm", python=str(python)))
+    python.unlink()
+    python.write_text("no program\n")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"engine\.python = .* cannot be run"):
+        require_vllm(EngineOptions(name="vllm", python=str(python)))
 
 
 def test_deterministic_runs_are_refused() -> None:

@@ -26,7 +26,7 @@ from rich.text import Text
 from .evaluation_records import stretches
 from .options.tasks import title
 from .progress import Row
-from .run_progress import RunProgress, duration, sparkline
+from .run_progress import RunProgress, duration, rate, sparkline
 
 if TYPE_CHECKING:
     from .config import Recipe
@@ -63,7 +63,7 @@ def result_lines(summary: Summary, folder: RunFolder) -> list[tuple[str, str]]:
     return [
         ("held-out accuracy", f"{start} at the start, {final} at the end, {best} at best"),
         ("optimizer steps", f"{summary.steps} (version {summary.version})"),
-        ("time", f"{duration(summary.wall_s)}, {summary.tokens_per_s:,.0f} tokens/s"),
+        ("time", f"{duration(summary.wall_s)}, {rate(summary.tokens_per_s)} tokens/s"),
         ("trained tokens", f"{summary.trained_tokens:,}"),
         (
             "staleness",
@@ -128,7 +128,14 @@ def comparison_lines(comparison: Comparison) -> Iterator[tuple[str, str]]:
         yield "one point", f"a difference of 0.01 needs about {needed:,} such problems to show"
 
 
-_STARTING = "starting engine, trainer and evaluator"
+def starting_line(recipe: Recipe) -> str:
+    """What is being started, and where; it may take minutes."""
+    count, ranks = recipe.engine.count, recipe.trainer.ranks
+    kind = "" if recipe.engine.name == "local" else f" ({recipe.engine.name})"
+    engines = f"engine{kind}" if count == 1 else f"{count} engines{kind}"
+    trainer = "trainer" if ranks == 1 else f"trainer of {ranks} ranks"
+    where = "" if recipe.placement == "local" else f" on Ray ({recipe.ray.address})"
+    return f"starting {engines}, {trainer} and evaluator{where}"
 
 
 class PlainReporter:
@@ -146,8 +153,8 @@ class PlainReporter:
     def __exit__(self, *error: object) -> None:
         pass
 
-    def starting(self) -> None:
-        self._say(_STARTING)
+    def starting(self, recipe: Recipe) -> None:
+        self._say(starting_line(recipe))
 
     def started(self, recipe: Recipe, folder: RunFolder, first_step: int) -> None:
         self._progress = _progress(recipe, folder, first_step)
@@ -197,7 +204,7 @@ class LiveReporter:
         self._progress: RunProgress | None = None
         self._rollout: Text | None = None
         self._rollout_at = -math.inf
-        self._spinner = Spinner("line", _STARTING)
+        self._spinner = Spinner("line")
 
     def __enter__(self) -> Self:
         self._live.start()
@@ -206,7 +213,8 @@ class LiveReporter:
     def __exit__(self, *error: object) -> None:
         self._live.stop()
 
-    def starting(self) -> None:
+    def starting(self, recipe: Recipe) -> None:
+        self._spinner.update(text=Text(printable(starting_line(recipe))))
         self._live.update(self._spinner)
 
     def started(self, recipe: Recipe, folder: RunFolder, first_step: int) -> None:

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import importlib.util
+import socket
 
 from .adapters import require_peft
 from .config import Recipe
-from .engines.interpreter import require_interpreter
+from .engines.interpreter import require_vllm
 from .errors import ConfigError
+from .options.run import RayOptions
+
+_CONNECT_TIMEOUT_S = 20.0
 
 
 def check_packages(recipe: Recipe) -> None:
     """Raises ConfigError, with the command that installs it, where a package of an option that is
     used is not installed."""
     if recipe.placement == "local" or recipe.ray.address == "local":
-        require_interpreter(recipe.engine)  # else it is the engines' nodes that must have it
+        require_vllm(recipe.engine)  # else it is the engines' nodes that must have it
     if recipe.lora.rank:
         require_peft()
     if recipe.placement == "ray" and importlib.util.find_spec("ray") is None:
@@ -32,11 +36,13 @@ def check_packages(recipe: Recipe) -> None:
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Raises ConfigError where a device is none that torch knows, or is not in this machine."""
+    """Raises ConfigError where a device is none that torch knows, or is not in this machine; of a
+    cluster, which only Ray knows, where nobody listens at its address."""
     import torch
 
     if recipe.placement == "ray" and recipe.ray.address != "local":
-        return  # of a cluster only Ray knows what it has
+        require_listener(recipe.ray)
+        return
     # vLLM has a torch of its own, and sees for itself what that one finds.
     keys = ("trainer",) if recipe.engine.name == "vllm" else ("engine", "trainer")
     for key in keys:
@@ -58,3 +64,22 @@ def check_devices(recipe: Recipe) -> None:
                 f"{key}.device = {name!r}{taken}: torch finds {found} such devices here; set it to "
                 '"cpu", or install a torch that is built for the device'
             )
+
+
+def require_listener(options: RayOptions) -> None:
+    """Raise ConfigError unless somebody listens at HOST:PORT; Ray itself would try for minutes."""
+    if options.address in ("local", "auto"):
+        return
+    host, _, port = options.address.rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError as error:
+        raise unreachable(options.address, error) from error
+
+
+def unreachable(address: str, error: Exception) -> ConfigError:
+    """What to say where no Ray answers."""
+    return ConfigError(
+        f"ray.address = {address!r}: no Ray cluster can be reached there ({error}); start one with "
+        "`ray start --head`, or say ray.address = 'local'"
+    )

@@ -16,7 +16,7 @@ Row = Mapping[str, float | None]
 class Reporter(Protocol):
     """Called from the loop; must return at once and never raise."""
 
-    def starting(self) -> None:
+    def starting(self, recipe: Recipe) -> None:
         """Everything that can be refused has been looked at; the processes are being started."""
         ...
 
@@ -48,7 +48,7 @@ class Reporter(Protocol):
 class SilentReporter:
     """Says nothing."""
 
-    def starting(self) -> None:
+    def starting(self, recipe: Recipe) -> None:
         pass
 
     def started(self, recipe: Recipe, folder: RunFolder, first_step: int) -> None:

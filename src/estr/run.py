@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import shlex
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -18,7 +19,7 @@ from . import blocking
 from .checkpoint import Checkpoints, saved_columns
 from .cluster.placement import RayProcesses
 from .config import Recipe
-from .errors import CheckpointError, ConfigError, DataError, EstrError, Interrupted
+from .errors import CheckpointError, ConfigError, DataError, EstrError, Interrupted, WorkerError
 from .evaluations import Evaluations
 from .ledger import LedgerWriter
 from .loop import Instruments, Loop
@@ -43,6 +44,8 @@ from .schedule import (
 from .subject import data_fingerprint, model_folder, resolve_plays
 from .wandb_log import WandbLog
 from .worker import busy_share, guard_share
+
+_NEVER_BEGAN = "stopped before training began"
 
 
 def train(
@@ -114,13 +117,10 @@ async def _train(
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disk_errors_named(folder))
         stack.enter_context(folder.locked())
+        stack.enter_context(_gone_if_never_begun(folder, new=resume is None))
         stop = stack.enter_context(_stopped_by_signals(reporter))
         data = " ".join(data_fingerprint(task) for task, _, _ in plays)
-        saved = None
-        if resume is not None:
-            saved = find_saved(folder, recipe, data=data, accept_changes=resume.accept_changes)
-            for note in saved.notes:
-                reporter.message(note)
+        saved = None if resume is None else _saved(folder, recipe, resume, data, reporter)
         replay = find_replayed(folder, saved, replay)
         planned = None if replay is None else _replayable(recipe, RunFolder.open(replay))
         if saved is not None:
@@ -130,8 +130,9 @@ async def _train(
         also = _logs(recipe, folder)
         for log in also:
             stack.callback(log.close)
-        reporter.starting()
-        processes = await _start(model, recipe, folder, reporter, replay)
+        reporter.starting(recipe)
+        with _stop_goes_first(stop):
+            processes = await _start(model, recipe, folder, reporter, replay)
         try:
             settings = [
                 RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
@@ -163,6 +164,17 @@ async def _train(
             return await _run(loop, processes, folder, saved)
         finally:
             await processes.close()
+
+
+def _saved(
+    folder: RunFolder, recipe: Recipe, resume: _Resume, data: str, reporter: Reporter
+) -> Saved:
+    """The checkpoint to go on from; what is to be said of it has been said."""
+    saved = find_saved(folder, recipe, data=data, accept_changes=resume.accept_changes)
+    for note in saved.notes:
+        reporter.message(note)
+    reporter.message(f"goes on after step {saved.state['step']} of {recipe.steps}")
+    return saved
 
 
 async def _start(
@@ -274,6 +286,30 @@ def _disk_errors_named(folder: RunFolder) -> Iterator[None]:
         ) from error
 
 
+@contextlib.contextmanager
+def _gone_if_never_begun(folder: RunFolder, *, new: bool) -> Iterator[None]:
+    """A new run that is refused or stopped before its first checkpoint leaves no folder: its name
+    is free for the next try. One that failed leaves its logs."""
+    try:
+        yield
+    except (ConfigError, Interrupted):
+        if new and not Checkpoints(folder.checkpoints).complete():
+            shutil.rmtree(folder.path, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def _stop_goes_first(stop: asyncio.Event) -> Iterator[None]:
+    """A process that is ended while it starts, by the signal that is to stop the run, has not
+    failed."""
+    try:
+        yield
+    except WorkerError as error:
+        if not stop.is_set():
+            raise
+        raise Interrupted(_NEVER_BEGAN) from error
+
+
 def _hint(folder: RunFolder) -> str:
     whole = Checkpoints(folder.checkpoints).complete()
     return f"; go on with: estr train --resume {shlex.quote(str(folder.path))}" if whole else ""
@@ -337,4 +373,4 @@ def _stopped_by_signals(reporter: Reporter) -> Iterator[asyncio.Event]:
     except asyncio.CancelledError as error:
         if not stop.is_set():
             raise
-        raise Interrupted("stopped before training began") from error
+        raise Interrupted(_NEVER_BEGAN) from error

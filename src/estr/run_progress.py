@@ -68,7 +68,7 @@ class RunProgress:
             version, accuracy, _ = self.accuracies[-1]
             yield "held-out", f"{accuracy:.3f} (version {version})"
         if self.tokens_per_s is not None:
-            yield "tokens/s", f"{self.tokens_per_s:,.0f}"
+            yield "tokens/s", rate(self.tokens_per_s)
         spans = [
             f"{name} {row[f'{name}_mean']:.2f}, at most {row[f'{name}_max']:.0f}"
             for name in ("intra", "inter")
@@ -98,6 +98,11 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     low, high = min(means), max(means)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(_BARS[round((value - low) * scale)] for value in means)
+
+
+def rate(per_s: float) -> str:
+    """12,345; 10; 3.1; 0.52: slow is not nothing."""
+    return f"{per_s:,.0f}" if per_s >= 9.95 else f"{per_s:.2g}"
 
 
 def duration(seconds: float) -> str:

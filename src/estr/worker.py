@@ -182,8 +182,8 @@ class Worker(Calls):
 
 def last_lines(log: Path | None) -> str:
     """The end of a log, however long it is, as the last paragraph of a message; nothing of what is
-    no file (a device has no end)."""
-    if log is None or not log.is_file():
+    empty or no file (a device has no end)."""
+    if log is None or not log.is_file() or not log.stat().st_size:
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))

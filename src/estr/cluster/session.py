@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import sys
 import threading
 import time
@@ -13,13 +12,12 @@ import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..errors import ConfigError, WorkerError
+from ..errors import WorkerError
+from ..machine import require_listener, unreachable
 from ..options.run import RayOptions
 
 _SPARE_BYTES = 128 << 20
 """Of the object store of a local Ray, beside the weights: batches on their way to the trainer."""
-
-_CONNECT_TIMEOUT_S = 20.0
 
 # Nothing is sent home, and no advice is printed on every start.
 _ENVIRONMENT = {
@@ -43,8 +41,7 @@ class Session:
             return
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if options.address not in ("local", "auto"):
-            _require_listener(options.address)
+        require_listener(options)
         local = {
             "num_cpus": num_cpus,
             "include_dashboard": False,
@@ -60,7 +57,7 @@ class Session:
             except Exception as error:
                 self.close()
                 if options.address != "local":
-                    raise _unreachable(options.address, error) from error
+                    raise unreachable(options.address, error) from error
                 # A bare one: on busy processors Ray's own processes missed its limit of 15 s.
                 if type(error) is not Exception or time.monotonic() > deadline:
                     raise WorkerError(f"no local Ray came up: {error}") from error
@@ -80,24 +77,6 @@ def _connect(address: str, options: Mapping[str, Any]) -> None:
     with _signals_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
-
-
-def _require_listener(address: str) -> None:
-    """Raise ConfigError unless somebody listens there; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdigit():
-        raise ConfigError(f'ray.address = {address!r} is neither "local", "auto" nor HOST:PORT')
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except (OSError, OverflowError) as error:
-        raise _unreachable(address, error) from error
-
-
-def _unreachable(address: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"ray.address = {address!r}: no Ray cluster can be reached there ({error}); start one with "
-        "`ray start --head`, or say ray.address = 'local'"
-    )
 
 
 @contextlib.contextmanager

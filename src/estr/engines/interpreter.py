@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from ..options.run import EngineOptions
 START_TIMEOUT_S = 600.0
 """Importing vLLM, loading the model and setting up the cache; half a minute on an idle machine."""
 
+_LOOK_TIMEOUT_S = 60.0
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -28,6 +31,33 @@ def require_interpreter(options: EngineOptions) -> None:
         raise ConfigError(
             f"engine.python = {options.python!r} is no interpreter; `make vllm` makes a virtual "
             "environment with vLLM for the CPU, docs/vllm.md says how to use one's own"
+        )
+
+
+def require_vllm(options: EngineOptions) -> None:
+    """Raise ConfigError where `engine.python` is asked for, and is not there or finds no vLLM. Its
+    import would take long, so it is only looked for."""
+    require_interpreter(options)
+    if options.name != "vllm":
+        return
+    look = "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"
+    own = {**os.environ, "PYTHONPATH": ""}
+    command = [str(Path(options.python).absolute()), "-c", look]
+    try:
+        found = subprocess.run(
+            command,
+            check=False,
+            env=own,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=_LOOK_TIMEOUT_S,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ConfigError(f"engine.python = {options.python!r} cannot be run: {error}") from error
+    if found.returncode:
+        raise ConfigError(
+            f"engine.python = {options.python!r} has no package vllm; name the interpreter of an "
+            "environment that has it, or make one for the CPU with `make vllm` (docs/vllm.md)"
         )
 
 

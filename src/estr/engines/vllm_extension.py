@@ -14,6 +14,7 @@ with the token, as the columns of its "log-probs":
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +25,11 @@ from vllm.v1.outputs import LogprobsTensors, SamplerOutput
 from vllm.v1.sample.sampler import Sampler
 
 from ..weights import bit_sum
+
+# They warn at each load, once for each tensor, that its type is converted, and that layers without
+# weights of their own got none. Either is meant, and every load is verified afterwards.
+for _name in ("models.utils", "model_loader.reload.layerwise"):
+    logging.getLogger(f"vllm.model_executor.{_name}").setLevel(logging.ERROR)
 
 
 class RecordingSampler(Sampler):  # type: ignore[misc] # vllm is not there when types are checked

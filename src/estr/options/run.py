@@ -358,7 +358,12 @@ class RayOptions:
     """How long placing and starting all actors may take."""
 
     def __post_init__(self) -> None:
-        require(bool(self.address), 'address must be "local", "auto" or HOST:PORT, not empty')
+        _, _, port = self.address.rpartition(":")
+        require(
+            self.address in ("local", "auto")
+            or ("://" not in self.address and port.isdecimal() and 0 < int(port) < 65536),
+            f'address = {self.address!r} is neither "local", "auto" nor HOST:PORT',
+        )
         require_positive("start_timeout_s", self.start_timeout_s)
 
 

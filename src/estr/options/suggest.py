@@ -83,7 +83,10 @@ def suggest(key: str, here: Collection[str], homes: Mapping[str, Collection[str]
     """
     name = key.lower().replace("-", "_")
     if name in homes:
-        return f"it belongs at {' or '.join(homes[name])}"
+        # Inside a table a letter may be missing; at the top it is rather the table that is.
+        near = difflib.get_close_matches(name, here, n=1, cutoff=0.85) if at else []
+        rather = f"did you mean {at}{near[0]}? Else " if near else ""
+        return f"{rather}it belongs at {' or '.join(homes[name])}"
     if name in RESHAPING:
         return (
             "training draws from the whole distribution, so that the recorded log-probs are those "
