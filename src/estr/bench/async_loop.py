@@ -137,9 +137,9 @@ async def _measure_regime(
                 async with pair_for(kind) as pair:
                     facts[label] = await pair.loop(kind.of(recipe), clock)
                 facts[label] |= clock.rates()
+                told = f"{label}: {facts[label]['tokens_per_s']:,.1f} tokens/s"
+                print(f"{name}, round {number}, {told}", file=sys.stderr, flush=True)
             rounds.append(facts)
-            told = ", ".join(f"{label} {facts[label]['tokens_per_s']:,.0f}" for label in KINDS)
-            print(f"{name}, round {number}, tokens/s: {told}", file=sys.stderr, flush=True)
     return summary(rounds)
 
 
