@@ -93,6 +93,35 @@ def test_a_missing_interpreter_is_named_before_anything_starts(tmp_path: Path) -
     require_interpreter(EngineOptions(python=str(tmp_path / "python")))  # the local engine has none
 
 
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("#!/bin/sh\necho found\n", ""),
+        ("#!/bin/sh\necho found vllm numpy\n", "has no vllm, numpy; `make vllm`"),
+        ("#!/bin/sh\necho no such option >&2; exit 3\n", "exit status 3 no such option; `make"),
+        ("#!/bin/sh\n", "is no interpreter: exit status 0; `make vllm`"),
+        ("#!/nowhere/python\n", "is no interpreter: No such file or directory; `make vllm`"),
+    ],
+)
+def test_an_interpreter_is_asked_what_it_has(tmp_path: Path, program: str, words: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(program)
+    python.chmod(0o755)
+    options = EngineOptions(name="vllm", python=str(python))
+    if not words:
+        require_interpreter(options)
+        return
+    with pytest.raises(ConfigError, match=f"engine.python = '{python}' .*{words}"):
+        require_interpreter(options)
+
+
+def test_an_interpreter_without_vllm_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"'{sys.executable}' has no vllm; `make vllm`"):
+        require_interpreter(EngineOptions(name="vllm", python=sys.executable))
+    with pytest.raises(ConfigError, match="is no interpreter; `make vllm`"):
+        require_interpreter(EngineOptions(name="vllm", python=str(tmp_path)))
+
+
 def test_deterministic_runs_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"deterministic = true needs engine\.name = 'local'"):
         load_recipe(overrides=["deterministic=true", "engine.name=vllm"])

@@ -152,6 +152,15 @@ def bit_sum(tensor: Tensor) -> int:
     return int(bits.sum(dtype=torch.int64)) % 2**64
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: uint8 [nbytes], where it is."""
+    import torch
+
+    if not tensor.numel():  # torch gives it a stride of 0, through which no bytes are seen
+        return tensor.new_empty(0, dtype=torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def _at_least_one(keep: int) -> int:
     if keep < 1:
         raise ValueError(f"a weight store keeps at least 1 version, not {keep}")

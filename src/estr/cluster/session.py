@@ -21,6 +21,12 @@ _SPARE_BYTES = 128 << 20
 
 _CONNECT_TIMEOUT_S = 20.0
 
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""How a client of gRPC begins, with an empty SETTINGS frame (RFC 9113, 3.4)."""
+_FRAME_HEADER_BYTES = 9
+_SETTINGS = 4
+"""The type, fourth byte of a frame's header, with which every server of gRPC answers."""
+
 # Nothing is sent home, and no advice is printed on every start.
 _ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -43,8 +49,8 @@ class Session:
             return
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        if options.address not in ("local", "auto"):
-            _require_listener(options.address)
+        if options.address != "local":
+            _require_head(options.address)
         local = {
             "num_cpus": num_cpus,
             "include_dashboard": False,
@@ -60,7 +66,7 @@ class Session:
             except Exception as error:
                 self.close()
                 if options.address != "local":
-                    raise _unreachable(options.address, error) from error
+                    raise _unreachable(options.address, str(error)) from error
                 # A bare one: on busy processors Ray's own processes missed its limit of 15 s.
                 if type(error) is not Exception or time.monotonic() > deadline:
                     raise WorkerError(f"no local Ray came up: {error}") from error
@@ -82,20 +88,49 @@ def _connect(address: str, options: Mapping[str, Any]) -> None:
         ray.init(address=address, log_to_driver=False, logging_level="ERROR", **options)
 
 
-def _require_listener(address: str) -> None:
-    """Raise ConfigError unless somebody listens there; Ray itself would try for minutes."""
-    host, _, port = address.rpartition(":")
+def _require_head(address: str) -> None:
+    """Raise ConfigError unless somebody listens there who speaks gRPC, as the head does; Ray itself
+    would try for a quarter of an hour, deaf to Ctrl-C."""
+    host, _, port = _meant(address).rpartition(":")
     if not host or not port.isdigit():
         raise ConfigError(f'ray.address = {address!r} is neither "local", "auto" nor HOST:PORT')
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S) as listener:
+            if os.environ.get("RAY_USE_TLS", "0") != "1":
+                _require_grpc(listener)
     except (OSError, OverflowError) as error:
-        raise _unreachable(address, error) from error
+        raise _unreachable(address, f"{host}:{port}: {error}") from error
 
 
-def _unreachable(address: str, error: Exception) -> ConfigError:
+def _meant(address: str) -> str:
+    """What "auto" stands for: RAY_ADDRESS, or what `ray start` has left on this machine, where the
+    cluster may have ended without a word. Raises ConfigError where there is neither."""
+    if address != "auto":
+        return address
+    from ray._private import services
+
+    try:
+        found: str = services.canonicalize_bootstrap_address(address)
+    except (ConnectionError, ValueError) as error:
+        raise _unreachable(address, str(error)) from error
+    return found
+
+
+def _require_grpc(listener: socket.socket) -> None:
+    listener.sendall(_HTTP2_PREFACE)
+    header = b""
+    while len(header) < _FRAME_HEADER_BYTES:
+        more = listener.recv(_FRAME_HEADER_BYTES - len(header))
+        if not more:
+            break
+        header += more
+    if len(header) < _FRAME_HEADER_BYTES or header[3] != _SETTINGS:
+        raise ConnectionError("what listens there is no head of a Ray cluster, whose port is 6379")
+
+
+def _unreachable(address: str, why: str) -> ConfigError:
     return ConfigError(
-        f"ray.address = {address!r}: no Ray cluster can be reached there ({error}); start one with "
+        f"ray.address = {address!r}: no Ray cluster can be reached there ({why}); start one with "
         "`ray start --head`, or say ray.address = 'local'"
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,66 @@ from ..options.run import EngineOptions
 START_TIMEOUT_S = 600.0
 """Importing vLLM, loading the model and setting up the cache; half a minute on an idle machine."""
 
+_NEEDED = ("vllm", "torch", "numpy", "safetensors", "transformers")
+_FOUND = "found"
+_QUESTION = f"""
+import sys
+from importlib.util import find_spec
+print({_FOUND!r}, *(name for name in sys.argv[1:] if find_spec(name) is None))
+"""
+_QUESTION_TIMEOUT_S = 60.0
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def require_interpreter(options: EngineOptions) -> None:
-    """Raise ConfigError where `engine.python` is asked for and is not there."""
-    if options.name == "vllm" and not os.access(options.python, os.X_OK):
-        raise ConfigError(
-            f"engine.python = {options.python!r} is no interpreter; `make vllm` makes a virtual "
-            "environment with vLLM for the CPU, docs/vllm.md says how to use one's own"
+    """Raise ConfigError where `engine.python` is asked for and is no Python that has vLLM and what
+    estr needs beside it."""
+    if options.name != "vllm":
+        return
+    _require_program(options.python)
+    lacks = _lacks(options.python)
+    if lacks:
+        raise _refusal(options.python, lacks)
+
+
+def _require_program(python: str) -> None:
+    if not (os.path.isfile(python) and os.access(python, os.X_OK)):
+        raise _refusal(python, "is no interpreter")
+
+
+def _refusal(python: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"engine.python = {python!r} {why}; `make vllm` makes a virtual environment with vLLM for "
+        "the CPU, docs/vllm.md says how to use one's own"
+    )
+
+
+def _lacks(python: str) -> str:
+    """What is wrong with an interpreter, which is asked itself; "": nothing."""
+    try:
+        said = subprocess.run(
+            [Path(python).absolute(), "-c", _QUESTION, *_NEEDED],
+            env=os.environ | {"PYTHONPATH": ""},  # of ours nothing is found there
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            check=False,
+            timeout=_QUESTION_TIMEOUT_S,
         )
+    except subprocess.TimeoutExpired:
+        return f"is no interpreter: it says nothing for {_QUESTION_TIMEOUT_S:g} s"
+    except OSError as error:
+        return f"is no interpreter: {error.strerror}"
+    found, *absent = said.stdout.decode(errors="replace").split() or [""]
+    if said.returncode or found != _FOUND:
+        words = said.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return " ".join([f"is no interpreter: exit status {said.returncode}", *words])
+    return f"has no {', '.join(absent)}" if absent else ""
 
 
 def vllm_process(options: EngineOptions) -> dict[str, Any]:
     """What `Worker.start` needs to bring up vLLM in its own interpreter. Raises ConfigError."""
-    require_interpreter(options)
+    _require_program(options.python)
     kind, _, index = options.device.partition(":")
     env = {
         "PYTHONPATH": str(_folder_with_only_estr()),
