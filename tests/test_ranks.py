@@ -319,6 +319,15 @@ def test_what_is_refused(table: dict[str, Any], said: str) -> None:
         recipe_from_table({"trainer": table})
 
 
+def test_no_more_processes_are_started_than_a_machine_can_bear() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.ranks = 1000 and engine.count = 1 are 1001 pr"):
+        check_devices(recipe_from_table({"trainer": {"ranks": 1000}}))
+    engines = {"placement": "ray", "engine": {"count": 1000}}
+    with pytest.raises(ConfigError, match=r"engine.count = 1000 .* join a cluster by ray.address"):
+        check_devices(recipe_from_table(engines))
+    check_devices(recipe_from_table(engines | {"ray": {"address": "auto"}}))
+
+
 def test_every_rank_needs_a_device_of_its_own() -> None:
     with pytest.raises(ConfigError, match=r"trainer.device = 'cuda:0' with trainer.ranks = 64"):
         check_devices(recipe_from_table({"trainer": {"ranks": 64, "device": "cuda:0"}}))

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 
 from .adapters import require_peft
 from .config import Recipe
 from .engines.interpreter import require_interpreter
 from .errors import ConfigError
+
+_PROCESSES_PER_CORE = 8
+"""Each holds a whole model at its start; more of them only wait for each other."""
 
 
 def check_packages(recipe: Recipe) -> None:
@@ -32,7 +36,8 @@ def check_packages(recipe: Recipe) -> None:
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Raises ConfigError where a device is none that torch knows, or is not in this machine."""
+    """Raises ConfigError where a device is none that torch knows, or is not in this machine, or
+    where there would be far more processes than cores."""
     import torch
 
     if recipe.placement == "ray" and recipe.ray.address != "local":
@@ -58,3 +63,10 @@ def check_devices(recipe: Recipe) -> None:
                 f"{key}.device = {name!r}{taken}: torch finds {found} such devices here; set it to "
                 '"cpu", or install a torch that is built for the device'
             )
+    ranks, engines, cores = recipe.trainer.ranks, recipe.engine.count, os.cpu_count() or 1
+    if ranks + engines > _PROCESSES_PER_CORE * cores:
+        raise ConfigError(
+            f"trainer.ranks = {ranks} and engine.count = {engines} are {ranks + engines} processes "
+            f"on the {cores} cores of this machine, at most {_PROCESSES_PER_CORE * cores} are "
+            "started; lower them, or join a cluster by ray.address"
+        )
