@@ -16,12 +16,13 @@ from click.testing import CliRunner
 from estr.batch import make_batches
 from estr.cli import cli
 from estr.config import recipe_from_table
-from estr.errors import ConfigError, NumericsError, WorkerDied
+from estr.errors import ConfigError, NumericsError, WorkerDied, WorkerError
 from estr.ledger import find_parts
 from estr.machine import check_devices
 from estr.metrics import read_metrics
-from estr.rank_workers import RankWorkers
+from estr.rank_workers import Place, RankWorkers
 from estr.ranks import ALONE, Ranks, rank_device
+from estr.worker import Worker
 from ranks_hosts import trained
 from tiny import draw_groups, tiny_model
 
@@ -297,6 +298,30 @@ def test_an_error_of_one_rank_is_told_while_the_others_wait_for_it() -> None:
                 await workers.call("share", "raises", timeout_s=240.0)
         finally:
             await workers.close()
+
+    asyncio.run(scenario())
+
+
+def test_of_a_rank_that_hangs_no_other_is_blamed_alone() -> None:
+    async def scenario() -> None:
+        workers = await RankWorkers.start("ranks_hosts:Fragile", {}, size=2)
+        try:
+            both = (
+                r"trainer rank 0 .* and the trainer rank 1 .* did not answer 'share' within 1 s; wh"
+            )
+            with pytest.raises(WorkerError, match=both):
+                await workers.call("share", "hangs", timeout_s=1.0)
+        finally:
+            await workers.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_that_meets_nobody_names_the_limit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        alone = {"place": Place(0, 2, tmp_path / "store"), "timeout_s": 1.0}
+        with pytest.raises(WorkerError, match=r"rank 0 did not meet .* trainer.timeout_s = 1 s: "):
+            await Worker.start("trainer", "ranks_hosts:Fragile", alone)
 
     asyncio.run(scenario())
 

@@ -114,6 +114,16 @@ class RankWorkers:
         except WorkerError as error:
             if len(self.workers) > 1 and not isinstance(error, WorkerDied):
                 await self._raise_of_the_dead(_LAST_WORDS_S, error)
+                if isinstance(error.__cause__, TimeoutError):
+                    silent = [
+                        worker.place
+                        for worker, call in zip(self.workers, calls, strict=True)
+                        if not call.done() or call.cancelled() or call.exception() is not None
+                    ]
+                    raise WorkerError(
+                        f"{' and '.join(silent)} did not answer {method!r} within {timeout_s:g} s; "
+                        "where one hangs the others wait for it"
+                    ) from error
             raise
         finally:
             for call in calls:
