@@ -52,6 +52,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "weights",
         "engine",
         "calls",
+        "own_folders",
         "worker",
         "rank_workers",
         "heads",

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -324,6 +327,26 @@ def test_a_rank_that_meets_nobody_names_the_limit(tmp_path: Path) -> None:
             await Worker.start("trainer", "ranks_hosts:Fragile", alone)
 
     asyncio.run(scenario())
+
+
+def test_the_meeting_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(60.0)
+    own = os.stat("/proc/self/ns/pid").st_ino
+    for pid in (ended.pid, os.getppid()):
+        (tmp_path / f"estr-ranks-{own}-{pid}-x").mkdir()
+    found: list[str] = []
+
+    async def start_rank(place: Place | None) -> Worker:
+        found.extend(path.name for path in tmp_path.iterdir())
+        raise WorkerError("does not come up")
+
+    with pytest.raises(WorkerError, match="does not come up"):
+        asyncio.run(RankWorkers.bring_up(2, start_rank, shared=tmp_path))
+    living = f"estr-ranks-{own}-{os.getppid()}-x"
+    assert living in found
+    assert f"estr-ranks-{own}-{ended.pid}-x" not in found
+    assert [path.name for path in tmp_path.iterdir()] == [living]
 
 
 # -- settings -------------------------------------------------------------------------------------

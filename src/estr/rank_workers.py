@@ -22,6 +22,7 @@ from typing import Any
 
 from .calls import Calls, all_or_none
 from .errors import WorkerDied, WorkerError
+from .own_folders import own_folder, remove_abandoned
 from .worker import Worker
 
 _LAST_WORDS_S = 5.0
@@ -89,7 +90,9 @@ class RankWorkers:
         machine."""
         if size == 1:
             return cls([await start_rank(None)])
-        meeting = Path(tempfile.mkdtemp(prefix="estr-ranks-", dir=shared))
+        place = shared or Path(tempfile.gettempdir())
+        remove_abandoned("ranks", place)
+        meeting = own_folder("ranks", place)
         starts = [
             asyncio.ensure_future(
                 start_rank(Place(rank, size, meeting / "store", own_devices=shared is not None))
