@@ -12,6 +12,7 @@ fake and the in-process form; `FileWeightStore` crosses processes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,7 +32,8 @@ class WeightStore(Protocol):
     """Keeps the newest versions of a model's weights."""
 
     def publish(self, version: int, state: State) -> str:
-        """Make `version` available as a whole or not at all; returns its digest."""
+        """Make `version` available as a whole or not at all; returns its digest. Raises
+        WeightsError where that cannot be done."""
         ...
 
     def fetch(self, version: int) -> dict[str, Tensor]:
@@ -96,12 +98,23 @@ class FileWeightStore:
         label = {"version": version, "bytes": len(data), "sha256": digest}
         file, manifest = self._paths(version)
         for path, content in ((file, data), (manifest, json.dumps(label).encode())):
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
-            aside.write_bytes(content)
-            aside.replace(path)
+            self._write(path, content)
         for old in self.versions()[: -self.keep]:
             self._forget(old)
         return digest
+
+    def _write(self, path: Path, content: bytes) -> None:
+        """Whole or not at all. Raises WeightsError where there is no room."""
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            aside.write_bytes(content)
+            aside.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink()  # what was written of it would keep the room taken
+            raise WeightsError(
+                f"cannot write {path}, {len(content)} bytes: {error.strerror}; make room there"
+            ) from error
 
     def _forget(self, version: int) -> None:
         """The label goes first: without it the version does not exist."""
