@@ -85,10 +85,10 @@ class Process:
 class Fragile:
     """A rank that fails while the others wait for it."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: Place, timeout_s: float = 240.0) -> None:
         from estr.ranks import join
 
-        self.ranks = join(place, "cpu", 240.0)
+        self.ranks = join(place, "cpu", timeout_s)
 
     def share(self, failure: str) -> list[float]:
         import torch
@@ -99,6 +99,8 @@ class Fragile:
             print("last words of a rank", flush=True)
             time.sleep(0.2)
             os.kill(os.getpid(), signal.SIGKILL)
+        if self.ranks.rank == 1 and failure == "hangs":
+            os.kill(os.getpid(), signal.SIGSTOP)
         if self.ranks.rank == 1 and failure == "raises":
             raise NumericsError("a token of rank 1")
         rank = self.ranks.rank

@@ -605,6 +605,9 @@ def test_a_bound_that_cannot_hold_is_refused_and_one_more_is_enough(s: int, m: i
     [
         ({"engine": {"count": 2}}, "engine.count = 2 needs placement = 'ray'"),
         ({"engine": {"count": 0}}, "engine.count must be at least 1, not 0"),
+        ({"engine": {"threads": 10**9}}, "engine.threads must be at most 1024, not 1000000000"),
+        ({"trainer": {"ranks": 10**20}}, "trainer.ranks must be at most 1024"),
+        ({"trainer": {"timeout_s": 1e300}}, "trainer.timeout_s must be at most 1e+09 seconds"),
         (
             {"placement": "ray", "engine": {"name": "vllm", "weight_transfer": "gloo"}},
             "needs engine.weight_transfer = 'file', not 'gloo'",

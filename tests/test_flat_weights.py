@@ -21,6 +21,7 @@ def state() -> dict[str, torch.Tensor]:
         "half": torch.randn(7, generator=generator).bfloat16(),
         "count": torch.tensor(9, dtype=torch.int64),
         "none": torch.zeros(0, 4),
+        "nothing_wide": torch.zeros(3, 0),
     }
 
 

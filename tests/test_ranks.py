@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +19,13 @@ from click.testing import CliRunner
 from estr.batch import make_batches
 from estr.cli import cli
 from estr.config import recipe_from_table
-from estr.errors import ConfigError, NumericsError, WorkerDied
+from estr.errors import ConfigError, NumericsError, WorkerDied, WorkerError
 from estr.ledger import find_parts
 from estr.machine import check_devices
 from estr.metrics import read_metrics
-from estr.rank_workers import RankWorkers
+from estr.rank_workers import Place, RankWorkers
 from estr.ranks import ALONE, Ranks, rank_device
+from estr.worker import Worker
 from ranks_hosts import trained
 from tiny import draw_groups, tiny_model
 
@@ -301,6 +305,50 @@ def test_an_error_of_one_rank_is_told_while_the_others_wait_for_it() -> None:
     asyncio.run(scenario())
 
 
+def test_of_a_rank_that_hangs_no_other_is_blamed_alone() -> None:
+    async def scenario() -> None:
+        workers = await RankWorkers.start("ranks_hosts:Fragile", {}, size=2)
+        try:
+            both = (
+                r"trainer rank 0 .* and the trainer rank 1 .* did not answer 'share' within 1 s; wh"
+            )
+            with pytest.raises(WorkerError, match=both):
+                await workers.call("share", "hangs", timeout_s=1.0)
+        finally:
+            await workers.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_rank_that_meets_nobody_names_the_limit(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        alone = {"place": Place(0, 2, tmp_path / "store"), "timeout_s": 1.0}
+        with pytest.raises(WorkerError, match=r"rank 0 did not meet .* trainer.timeout_s = 1 s: "):
+            await Worker.start("trainer", "ranks_hosts:Fragile", alone)
+
+    asyncio.run(scenario())
+
+
+def test_the_meeting_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(60.0)
+    own = os.stat("/proc/self/ns/pid").st_ino
+    for pid in (ended.pid, os.getppid()):
+        (tmp_path / f"estr-ranks-{own}-{pid}-x").mkdir()
+    found: list[str] = []
+
+    async def start_rank(place: Place | None) -> Worker:
+        found.extend(path.name for path in tmp_path.iterdir())
+        raise WorkerError("does not come up")
+
+    with pytest.raises(WorkerError, match="does not come up"):
+        asyncio.run(RankWorkers.bring_up(2, start_rank, shared=tmp_path))
+    living = f"estr-ranks-{own}-{os.getppid()}-x"
+    assert living in found
+    assert f"estr-ranks-{own}-{ended.pid}-x" not in found
+    assert [path.name for path in tmp_path.iterdir()] == [living]
+
+
 # -- settings -------------------------------------------------------------------------------------
 
 
@@ -317,6 +365,15 @@ def test_an_error_of_one_rank_is_told_while_the_others_wait_for_it() -> None:
 def test_what_is_refused(table: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         recipe_from_table({"trainer": table})
+
+
+def test_no_more_processes_are_started_than_a_machine_can_bear() -> None:
+    with pytest.raises(ConfigError, match=r"trainer.ranks = 1000 and engine.count = 1 are 1001 pr"):
+        check_devices(recipe_from_table({"trainer": {"ranks": 1000}}))
+    engines = {"placement": "ray", "engine": {"count": 1000}}
+    with pytest.raises(ConfigError, match=r"engine.count = 1000 .* join a cluster by ray.address"):
+        check_devices(recipe_from_table(engines))
+    check_devices(recipe_from_table(engines | {"ray": {"address": "auto"}}))
 
 
 def test_every_rank_needs_a_device_of_its_own() -> None:

@@ -6,6 +6,8 @@ import asyncio
 import os
 import re
 import signal
+import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from estr.cluster.session import Session
 from estr.config import load_recipe
 from estr.errors import ConfigError, EngineError, WeightsError, WorkerDied, WorkerError
 from estr.options.run import RayOptions
+from estr.ray_head import require_head
 from estr.run import train
 from ray_cases import MARKS, gone, processes_of_ray_left_alone
 
@@ -183,3 +186,43 @@ def test_an_address_where_no_cluster_is_gives_the_remedy(
     with pytest.raises(ConfigError, match=words):
         train(load_recipe(overrides=overrides), runs=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_auto_of_a_cluster_that_is_gone_is_refused_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    with pytest.raises(ConfigError, match=r"ray.address = 'auto': .*:1: .*refused.*`ray start"):
+        Session(RayOptions("auto"), num_cpus=1, weights_bytes=0)
+
+
+def test_a_head_is_taken_for_one() -> None:
+    import ray
+
+    require_head(ray.get_runtime_context().gcs_address)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b""])
+def test_a_listener_that_is_no_head_is_refused_at_once(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ray
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ConfigError, match=r"no Ray cluster .*is no head of a Ray cluster"):
+            Session(RayOptions(address), num_cpus=1, weights_bytes=0)
+        thread.join()

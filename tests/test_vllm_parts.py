@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import estr
 from estr.check import check_recipe
 from estr.config import load_recipe
-from estr.engines.interpreter import require_interpreter, require_vllm, vllm_process
+from estr.engines.interpreter import require_interpreter, vllm_process
 from estr.engines.vllm import check_state, checkpoint_shapes
 from estr.errors import ConfigError, WeightsError
 from estr.machine import check_packages
@@ -98,17 +98,42 @@ def test_an_interpreter_without_vllm_is_named_before_anything_starts(tmp_path: P
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", bare], check=True)
     python = bare / "bin" / "python"
     overrides = ["engine.name=vllm", f"engine.python={python}"]
-    with pytest.raises(ConfigError, match=r"engine\.python = .* has no package vllm; .*make vllm"):
+    with pytest.raises(ConfigError, match=r"engine\.python = .* has no vllm, torch.*; .*make vllm"):
         train(load_recipe(overrides=overrides), runs=tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
     (packages,) = bare.glob("lib/python*/site-packages")
-    (packages / "vllm.py").write_text("raise SystemExit('it is looked for, not imported')\n")
-    require_vllm(EngineOptions(name="vllm", python=str(python)))
-    python.unlink()
-    python.write_text("no program\n")
+    for name in ("vllm", "torch", "numpy", "safetensors", "transformers"):
+        (packages / f"{name}.py").write_text("raise SystemExit('looked for, not imported')\n")
+    require_interpreter(EngineOptions(name="vllm", python=str(python)))
+
+
+@pytest.mark.parametrize(
+    ("program", "words"),
+    [
+        ("#!/bin/sh\necho found\n", ""),
+        ("#!/bin/sh\necho found vllm numpy\n", "has no vllm, numpy; `make vllm`"),
+        ("#!/bin/sh\necho no such option >&2; exit 3\n", "exit status 3 no such option; `make"),
+        ("#!/bin/sh\n", "is no interpreter: exit status 0; `make vllm`"),
+        ("#!/nowhere/python\n", "is no interpreter: No such file or directory; `make vllm`"),
+    ],
+)
+def test_an_interpreter_is_asked_what_it_has(tmp_path: Path, program: str, words: str) -> None:
+    python = tmp_path / "python"
+    python.write_text(program)
     python.chmod(0o755)
-    with pytest.raises(ConfigError, match=r"engine\.python = .* cannot be run"):
-        require_vllm(EngineOptions(name="vllm", python=str(python)))
+    options = EngineOptions(name="vllm", python=str(python))
+    if not words:
+        require_interpreter(options)
+        return
+    with pytest.raises(ConfigError, match=f"engine.python = '{python}' .*{words}"):
+        require_interpreter(options)
+
+
+def test_an_interpreter_without_vllm_and_a_folder_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=f"'{sys.executable}' has no vllm; `make vllm`"):
+        require_interpreter(EngineOptions(name="vllm", python=sys.executable))
+    with pytest.raises(ConfigError, match="is no interpreter; `make vllm`"):
+        require_interpreter(EngineOptions(name="vllm", python=str(tmp_path)))
 
 
 def test_deterministic_runs_are_refused() -> None:
@@ -184,5 +209,5 @@ def test_the_extension_imports_of_estr_only_the_weights() -> None:
     names = {a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     names |= {n.module or "" for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     packages = {name.partition(".")[0] for name in names}
-    ours = {"weights"}
-    assert packages == {"vllm", "torch", "numpy", "collections", "typing", "__future__"} | ours
+    standard = {"__future__", "collections", "logging", "typing"}
+    assert packages == {"vllm", "torch", "numpy", "weights"} | standard

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import pickle
+import resource
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -279,3 +281,17 @@ def test_a_reader_sees_whole_versions_or_none_while_one_is_replaced(tmp_path):
     assert not reader.is_alive()
     assert seen[-1][0] == 39
     assert all(weight == [[value] * 3] * 2 for value, weight in seen)
+
+
+def test_a_version_that_finds_no_room_leaves_nothing(tmp_path: Path) -> None:
+    store = FileWeightStore(tmp_path)
+    store.publish(1, {"w": torch.zeros(10)})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (5000, before[1]))
+    try:
+        with pytest.raises(WeightsError, match=r"write .*v00000002\.safetensors, \d+ bytes"):
+            store.publish(2, {"w": torch.zeros(10_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert store.versions() == [1]
+    assert len(list(tmp_path.iterdir())) == 2, "of version 2 nothing is left"

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
-import socket
+import os
 
 from .adapters import require_peft
 from .config import Recipe
-from .engines.interpreter import require_vllm
+from .engines.interpreter import require_interpreter
 from .errors import ConfigError
-from .options.run import RayOptions
+from .ray_head import require_head
 
-_CONNECT_TIMEOUT_S = 20.0
+_PROCESSES_PER_CORE = 8
+"""Each holds a whole model at its start; more of them only wait for each other."""
 
 
 def check_packages(recipe: Recipe) -> None:
     """Raises ConfigError, with the command that installs it, where a package of an option that is
     used is not installed."""
     if recipe.placement == "local" or recipe.ray.address == "local":
-        require_vllm(recipe.engine)  # else it is the engines' nodes that must have it
+        require_interpreter(recipe.engine)  # else it is the engines' nodes that must have it
     if recipe.lora.rank:
         require_peft()
     if recipe.placement == "ray" and importlib.util.find_spec("ray") is None:
@@ -36,12 +37,13 @@ def check_packages(recipe: Recipe) -> None:
 
 
 def check_devices(recipe: Recipe) -> None:
-    """Raises ConfigError where a device is none that torch knows, or is not in this machine; of a
-    cluster, which only Ray knows, where nobody listens at its address."""
+    """Raises ConfigError where a device is none that torch knows, or is not in this machine, or
+    where there would be far more processes than cores; of a cluster, which only Ray knows, where
+    it has no head at its address."""
     import torch
 
     if recipe.placement == "ray" and recipe.ray.address != "local":
-        require_listener(recipe.ray)
+        require_head(recipe.ray.address)
         return
     # vLLM has a torch of its own, and sees for itself what that one finds.
     keys = ("trainer",) if recipe.engine.name == "vllm" else ("engine", "trainer")
@@ -64,22 +66,10 @@ def check_devices(recipe: Recipe) -> None:
                 f"{key}.device = {name!r}{taken}: torch finds {found} such devices here; set it to "
                 '"cpu", or install a torch that is built for the device'
             )
-
-
-def require_listener(options: RayOptions) -> None:
-    """Raise ConfigError unless somebody listens at HOST:PORT; Ray itself would try for minutes."""
-    if options.address in ("local", "auto"):
-        return
-    host, _, port = options.address.rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        raise unreachable(options.address, error) from error
-
-
-def unreachable(address: str, error: Exception) -> ConfigError:
-    """What to say where no Ray answers."""
-    return ConfigError(
-        f"ray.address = {address!r}: no Ray cluster can be reached there ({error}); start one with "
-        "`ray start --head`, or say ray.address = 'local'"
-    )
+    ranks, engines, cores = recipe.trainer.ranks, recipe.engine.count, os.cpu_count() or 1
+    if ranks + engines > _PROCESSES_PER_CORE * cores:
+        raise ConfigError(
+            f"trainer.ranks = {ranks} and engine.count = {engines} are {ranks + engines} processes "
+            f"on the {cores} cores of this machine, at most {_PROCESSES_PER_CORE * cores} are "
+            "started; lower them, or join a cluster by ray.address"
+        )

@@ -22,6 +22,7 @@ from typing import Any
 
 from .calls import Calls, all_or_none
 from .errors import WorkerDied, WorkerError
+from .own_folders import own_folder, remove_abandoned
 from .worker import Worker
 
 _LAST_WORDS_S = 5.0
@@ -89,7 +90,9 @@ class RankWorkers:
         machine."""
         if size == 1:
             return cls([await start_rank(None)])
-        meeting = Path(tempfile.mkdtemp(prefix="estr-ranks-", dir=shared))
+        place = shared or Path(tempfile.gettempdir())
+        remove_abandoned("ranks", place)
+        meeting = own_folder("ranks", place)
         starts = [
             asyncio.ensure_future(
                 start_rank(Place(rank, size, meeting / "store", own_devices=shared is not None))
@@ -114,6 +117,16 @@ class RankWorkers:
         except WorkerError as error:
             if len(self.workers) > 1 and not isinstance(error, WorkerDied):
                 await self._raise_of_the_dead(_LAST_WORDS_S, error)
+                if isinstance(error.__cause__, TimeoutError):
+                    silent = [
+                        worker.place
+                        for worker, call in zip(self.workers, calls, strict=True)
+                        if not call.done() or call.cancelled() or call.exception() is not None
+                    ]
+                    raise WorkerError(
+                        f"{' and '.join(silent)} did not answer {method!r} within {timeout_s:g} s; "
+                        "where one hangs the others wait for it"
+                    ) from error
             raise
         finally:
             for call in calls:

@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from .batch import Batch
+from .errors import WorkerError
 from .rank_workers import Place
 
 if TYPE_CHECKING:
@@ -111,23 +112,30 @@ ALONE = Ranks()
 
 def join(place: Place, device: str, timeout_s: float) -> Ranks:
     """Meet the others; returns when all are there. device: of this rank. timeout_s: of every wait
-    for another rank, this one included. Raises what torch.distributed raises."""
+    for another rank, this one included. Raises WorkerError where they do not come."""
     from torch.distributed.device_mesh import init_device_mesh
 
     kind = torch.device(device).type
     if kind != "cpu":
         torch.get_device_module(kind).set_device(device)
-    torch.distributed.init_process_group(
-        "gloo" if kind == "cpu" else "nccl",
-        # A file, where a port could be taken by others.
-        store=torch.distributed.FileStore(  # type: ignore[attr-defined]
-            str(place.meeting), place.size
-        ),
-        rank=place.rank,
-        world_size=place.size,
-        timeout=timedelta(seconds=timeout_s),
-    )
-    return Ranks(place.rank, place.size, init_device_mesh(kind, (place.size,)))
+    try:
+        torch.distributed.init_process_group(
+            "gloo" if kind == "cpu" else "nccl",
+            # A file, where a port could be taken by others.
+            store=torch.distributed.FileStore(  # type: ignore[attr-defined]
+                str(place.meeting), place.size
+            ),
+            rank=place.rank,
+            world_size=place.size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        mesh = init_device_mesh(kind, (place.size,))
+    except RuntimeError as error:
+        raise WorkerError(
+            f"rank {place.rank} did not meet the other ranks, {place.size} in all; each waits "
+            f"trainer.timeout_s = {timeout_s:g} s: {str(error).partition(chr(10))[0]}"
+        ) from error
+    return Ranks(place.rank, place.size, mesh)
 
 
 def rank_device(device: str, rank: int) -> str:

@@ -266,7 +266,8 @@ async def _run(loop: Loop, processes: Processes, folder: RunFolder, saved: Saved
             raise
         raise Interrupted(f"stopped at once after step {loop.step}{_hint(folder)}") from error
     except EstrError as error:
-        raise type(error)(f"{error}{_hint(folder)}") from error
+        what, newline, log = str(error).partition("\n")
+        raise type(error)(f"{what}{_hint(folder)}{newline}{log}") from error
     summary = _summarize(loop, recipe, folder, shares)
     folder.write_summary(summary)
     loop.reporter.finished(summary, folder)

@@ -21,7 +21,6 @@ import itertools
 import json
 import os
 import shutil
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ import msgspec
 
 from .config import Recipe, load_recipe, recipe_from_table
 from .errors import ConfigError, DataError
+from .own_folders import own_folder, remove_abandoned
 from .schedule import LOOP_FILE, last_recipe
 
 FIXED_KEYS = ("model", "task", "seed", "deterministic")
@@ -241,42 +241,12 @@ def recipe_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[
     return changes + [f"{key} is gone (was {before[key]})" for key in before if key not in after]
 
 
-_WEIGHTS_PREFIX = "estr-weights-"
-
-
 def weights_folder(otherwise: Path, bytes_needed: int) -> Path:
-    """A fresh folder for the exchange of weights, estr-weights-NAMESPACE-PID-...: in memory where
-    there is room, else in the folder `otherwise`.
-
-    Those that processes which no longer live have left in either are removed first: of this
-    namespace of process ids only, since containers may share the memory and not the ids.
-    """
+    """A fresh folder for the exchange of weights: in memory where there is room, else in the folder
+    `otherwise`. What was left in either is removed first."""
     memory = Path("/dev/shm")
     usable = memory.is_dir() and os.access(memory, os.W_OK)
-    own = f"{_WEIGHTS_PREFIX}{_pid_namespace()}-"
     for place in (memory, otherwise) if usable else (otherwise,):
-        for old in place.glob(f"{own}*"):
-            pid = old.name.removeprefix(own).partition("-")[0]
-            if pid.isdigit() and not _alive(int(pid)):
-                shutil.rmtree(old, ignore_errors=True)
+        remove_abandoned("weights", place)
     roomy = usable and shutil.disk_usage(memory).free >= bytes_needed * 1.5
-    prefix = f"{own}{os.getpid()}-"
-    return Path(tempfile.mkdtemp(prefix=prefix, dir=memory if roomy else otherwise))
-
-
-def _pid_namespace() -> int:
-    """Within which a process id means something; 0 where the system has but one."""
-    try:
-        return os.stat("/proc/self/ns/pid").st_ino
-    except OSError:
-        return 0
-
-
-def _alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
+    return own_folder("weights", memory if roomy else otherwise)

@@ -12,6 +12,7 @@ fake and the in-process form; `FileWeightStore` crosses processes.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -31,7 +32,8 @@ class WeightStore(Protocol):
     """Keeps the newest versions of a model's weights."""
 
     def publish(self, version: int, state: State) -> str:
-        """Make `version` available as a whole or not at all; returns its digest."""
+        """Make `version` available as a whole or not at all; returns its digest. Raises
+        WeightsError where that cannot be done."""
         ...
 
     def fetch(self, version: int) -> dict[str, Tensor]:
@@ -96,12 +98,23 @@ class FileWeightStore:
         label = {"version": version, "bytes": len(data), "sha256": digest}
         file, manifest = self._paths(version)
         for path, content in ((file, data), (manifest, json.dumps(label).encode())):
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
-            aside.write_bytes(content)
-            aside.replace(path)
+            self._write(path, content)
         for old in self.versions()[: -self.keep]:
             self._forget(old)
         return digest
+
+    def _write(self, path: Path, content: bytes) -> None:
+        """Whole or not at all. Raises WeightsError where there is no room."""
+        aside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            aside.write_bytes(content)
+            aside.replace(path)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                aside.unlink()  # what was written of it would keep the room taken
+            raise WeightsError(
+                f"cannot write {path}, {len(content)} bytes: {error.strerror}; make room there"
+            ) from error
 
     def _forget(self, version: int) -> None:
         """The label goes first: without it the version does not exist."""
@@ -150,6 +163,15 @@ def bit_sum(tensor: Tensor) -> int:
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.contiguous().view(kinds[tensor.element_size()])
     return int(bits.sum(dtype=torch.int64)) % 2**64
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The memory of a contiguous tensor: uint8 [nbytes], where it is."""
+    import torch
+
+    if not tensor.numel():  # torch gives it a stride of 0, through which no bytes are seen
+        return tensor.new_empty(0, dtype=torch.uint8)
+    return tensor.reshape(-1).view(torch.uint8)
 
 
 def _at_least_one(keep: int) -> int:

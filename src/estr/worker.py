@@ -181,13 +181,15 @@ class Worker(Calls):
 
 
 def last_lines(log: Path | None) -> str:
-    """The end of a log, however long it is, as the last paragraph of a message; nothing of what is
-    empty or no file (a device has no end)."""
-    if log is None or not log.is_file() or not log.stat().st_size:
+    """The end of a log, however long it is, as the last paragraph of a message; nothing where
+    it is empty, or no file (a device has no end)."""
+    if log is None or not log.is_file():
         return ""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - _LOG_TAIL_BYTES))
         lines = file.read(_LOG_TAIL_BYTES).decode(errors="replace").split("\n")[-6:]
+    if not any(lines):
+        return ""
     return "\n".join(["", f"last lines of {log}:", *lines]).rstrip()
 
 

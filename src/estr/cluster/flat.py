@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import WeightsError
-from ..weights import State
+from ..weights import State, as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,8 +53,6 @@ class Manifest:
 
 def pack(version: int, state: State) -> tuple[Manifest, Flat]:
     """All tensors, from whatever device, in one buffer; each is copied once."""
-    import torch
-
     entries, num_bytes = [], 0
     for name, tensor in state.items():
         entries.append(_entry(name, tensor, num_bytes))
@@ -62,7 +60,7 @@ def pack(version: int, state: State) -> tuple[Manifest, Flat]:
     flat = np.zeros(num_bytes, dtype=np.uint8)
     digest, hashed = _digest(version, entries), 0
     for entry, tensor in zip(entries, state.values(), strict=True):
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu().numpy()
+        data = as_bytes(tensor.detach().contiguous()).cpu().numpy()
         stop = entry.offset + data.nbytes
         for low in range(entry.offset, stop, _PIECE):
             high = min(low + _PIECE, stop)

@@ -13,8 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..errors import WorkerError
-from ..machine import require_listener, unreachable
 from ..options.run import RayOptions
+from ..ray_head import require_head, unreachable
 
 _SPARE_BYTES = 128 << 20
 """Of the object store of a local Ray, beside the weights: batches on their way to the trainer."""
@@ -41,7 +41,8 @@ class Session:
             return
         for name, value in _ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        require_listener(options)
+        if options.address != "local":
+            require_head(options.address)
         local = {
             "num_cpus": num_cpus,
             "include_dashboard": False,
@@ -57,7 +58,7 @@ class Session:
             except Exception as error:
                 self.close()
                 if options.address != "local":
-                    raise unreachable(options.address, error) from error
+                    raise unreachable(options.address, str(error)) from error
                 # A bare one: on busy processors Ray's own processes missed its limit of 15 s.
                 if type(error) is not Exception or time.monotonic() > deadline:
                     raise WorkerError(f"no local Ray came up: {error}") from error

@@ -20,50 +20,66 @@ from ..options.run import EngineOptions
 START_TIMEOUT_S = 600.0
 """Importing vLLM, loading the model and setting up the cache; half a minute on an idle machine."""
 
-_LOOK_TIMEOUT_S = 60.0
+_NEEDED = ("vllm", "torch", "numpy", "safetensors", "transformers")
+_FOUND = "found"
+_QUESTION = f"""
+import sys
+from importlib.util import find_spec
+print({_FOUND!r}, *(name for name in sys.argv[1:] if find_spec(name) is None))
+"""
+_QUESTION_TIMEOUT_S = 60.0
 
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def require_interpreter(options: EngineOptions) -> None:
-    """Raise ConfigError where `engine.python` is asked for and is not there."""
-    if options.name == "vllm" and not os.access(options.python, os.X_OK):
-        raise ConfigError(
-            f"engine.python = {options.python!r} is no interpreter; `make vllm` makes a virtual "
-            "environment with vLLM for the CPU, docs/vllm.md says how to use one's own"
-        )
-
-
-def require_vllm(options: EngineOptions) -> None:
-    """Raise ConfigError where `engine.python` is asked for, and is not there or finds no vLLM. Its
-    import would take long, so it is only looked for."""
-    require_interpreter(options)
+    """Raise ConfigError where `engine.python` is asked for and is no Python that has vLLM and what
+    estr needs beside it."""
     if options.name != "vllm":
         return
-    look = "import importlib.util as u; raise SystemExit(u.find_spec('vllm') is None)"
-    own = {**os.environ, "PYTHONPATH": ""}
-    command = [str(Path(options.python).absolute()), "-c", look]
+    _require_program(options.python)
+    lacks = _lacks(options.python)
+    if lacks:
+        raise _refusal(options.python, lacks)
+
+
+def _require_program(python: str) -> None:
+    if not (os.path.isfile(python) and os.access(python, os.X_OK)):
+        raise _refusal(python, "is no interpreter")
+
+
+def _refusal(python: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"engine.python = {python!r} {why}; `make vllm` makes a virtual environment with vLLM for "
+        "the CPU, docs/vllm.md says how to use one's own"
+    )
+
+
+def _lacks(python: str) -> str:
+    """What is wrong with an interpreter, which is asked itself; "": nothing."""
     try:
-        found = subprocess.run(
-            command,
-            check=False,
-            env=own,
+        said = subprocess.run(
+            [Path(python).absolute(), "-c", _QUESTION, *_NEEDED],
+            env=os.environ | {"PYTHONPATH": ""},  # of ours nothing is found there
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=_LOOK_TIMEOUT_S,
+            check=False,
+            timeout=_QUESTION_TIMEOUT_S,
         )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ConfigError(f"engine.python = {options.python!r} cannot be run: {error}") from error
-    if found.returncode:
-        raise ConfigError(
-            f"engine.python = {options.python!r} has no package vllm; name the interpreter of an "
-            "environment that has it, or make one for the CPU with `make vllm` (docs/vllm.md)"
-        )
+    except subprocess.TimeoutExpired:
+        return f"is no interpreter: it says nothing for {_QUESTION_TIMEOUT_S:g} s"
+    except OSError as error:
+        return f"is no interpreter: {error.strerror}"
+    found, *absent = said.stdout.decode(errors="replace").split() or [""]
+    if said.returncode or found != _FOUND:
+        words = said.stderr.decode(errors="replace").strip().splitlines()[-1:]
+        return " ".join([f"is no interpreter: exit status {said.returncode}", *words])
+    return f"has no {', '.join(absent)}" if absent else ""
 
 
 def vllm_process(options: EngineOptions) -> dict[str, Any]:
     """What `Worker.start` needs to bring up vLLM in its own interpreter. Raises ConfigError."""
-    require_interpreter(options)
+    _require_program(options.python)
     kind, _, index = options.device.partition(":")
     env = {
         "PYTHONPATH": str(_folder_with_only_estr()),

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import WeightsError
-from ..weights import State
+from ..weights import State, as_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,9 +107,8 @@ def gloo_group(meeting: str, rank: int, timeout_s: float) -> Any:
 
 def broadcast(group: Any, tensor: Tensor) -> None:
     """From rank 0, the bytes of a contiguous tensor on the CPU, whatever its dtype."""
-    import torch
-
-    group.broadcast(tensor.reshape(-1).view(torch.uint8), root=0).wait()
+    if tensor.numel():
+        group.broadcast(as_bytes(tensor), root=0).wait()
 
 
 class Nccl:

@@ -29,7 +29,7 @@ from ..environment import Environment, Message, Reply
 from ..errors import ConfigError, DataError
 from ..evaluation_records import RolloutRecord
 from ..options.corrections import require
-from ..options.run import require_positive
+from ..options.run import require_seconds
 from ..tools import Call, Toolbox, parse_calls, write_call
 from . import check_split, stable_hash
 from .browsecomp import run_record
@@ -116,7 +116,7 @@ class DeepSearchOptions:
             self.document_tokens >= 0,
             f"document_tokens must be at least 0, not {self.document_tokens}",
         )
-        require_positive("judge_timeout_s", self.judge_timeout_s)
+        require_seconds("judge_timeout_s", self.judge_timeout_s)
         named = bool(self.judge_url and self.judge_model)
         require(
             self.judge == "exact" or named,

@@ -26,7 +26,7 @@ from ..errors import ConfigError, DataError, GraderError
 from ..grading import check_gold_answer, last_answer_line, last_box
 from ..math_grading import MathVerifier, shared_verifier
 from ..options.corrections import require
-from ..options.run import require_positive
+from ..options.run import require_seconds
 from ..records import as_text, read_records
 from . import check_split, stable_hash
 from .conversation import Conversation, Ending
@@ -81,7 +81,7 @@ class MathOptions:
             math.isfinite(self.unfinished_outcome),
             f"unfinished_outcome must be finite, not {self.unfinished_outcome}",
         )
-        require_positive("timeout_s", self.timeout_s)
+        require_seconds("timeout_s", self.timeout_s)
         require(self.timeout_s <= 30, f"timeout_s must be at most 30, not {self.timeout_s}")
         require(
             self.train != self.test,

@@ -25,7 +25,7 @@ from ..errors import ConfigError, DataError, GraderError
 from ..functions import import_object
 from ..grading import GRADERS
 from ..options.corrections import require
-from ..options.run import require_positive
+from ..options.run import require_seconds
 from ..options.tasks import REWARD_TIMEOUT_S, TOOL_TIMEOUT_S
 from ..records import Record, as_text, choose_rows, field, fill, names_in, read_records
 from ..reward import Attempt, Reward
@@ -100,8 +100,8 @@ class DataOptions:
             f"unfinished_outcome must be finite, not {self.unfinished_outcome}",
         )
         require(0 < self.test_share < 1, f"test_share must be in (0, 1), not {self.test_share}")
-        require_positive("reward_timeout_s", self.reward_timeout_s)
-        require_positive("tool_timeout_s", self.tool_timeout_s)
+        require_seconds("reward_timeout_s", self.reward_timeout_s)
+        require_seconds("tool_timeout_s", self.tool_timeout_s)
         for name in ("reward_batch", "max_turns", "max_tool_chars"):
             require(getattr(self, name) >= 1, f"{name} must be at least 1")
         require(

@@ -29,7 +29,7 @@ from ..environment import Action, Environment, Message, Prompt, Reply
 from ..errors import ConfigError, EnvError, GraderError
 from ..killable import NoAnswer, Pool
 from ..options.corrections import require
-from ..options.run import require_positive
+from ..options.run import require_seconds
 from . import check_split, stable_hash
 
 _FRAME = """\
@@ -63,8 +63,8 @@ class ReasoningGymOptions:
 
     def __post_init__(self) -> None:
         require(bool(self.dataset), "dataset must name a data set of reasoning-gym")
-        require_positive("problem_timeout_s", self.problem_timeout_s)
-        require_positive("score_timeout_s", self.score_timeout_s)
+        require_seconds("problem_timeout_s", self.problem_timeout_s)
+        require_seconds("score_timeout_s", self.score_timeout_s)
 
 
 class ReasoningGymTask:

@@ -14,6 +14,24 @@ def require_positive(name: str, value: float) -> None:
     require(value > 0 and math.isfinite(value), f"{name} must be finite and above 0, not {value}")
 
 
+_LONGEST_S = 1e9
+"""Thirty years; clocks and locks of the libraries that wait overflow soon after."""
+
+_MOST_PROCESSES = 1024
+"""Of one kind, and threads in one of them."""
+
+
+def require_seconds(name: str, value: float) -> None:
+    """Raise ValueError unless the value is a time that can be waited for."""
+    require_positive(name, value)
+    require(value <= _LONGEST_S, f"{name} must be at most {_LONGEST_S:g} seconds, not {value:g}")
+
+
+def _require_number_of(name: str, value: int) -> None:
+    _at_least(name, value, 1)
+    require(value <= _MOST_PROCESSES, f"{name} must be at most {_MOST_PROCESSES}, not {value}")
+
+
 def _at_least(name: str, value: int, least: int) -> None:
     require(value >= least, f"{name} must be at least {least}, not {value}")
 
@@ -73,10 +91,10 @@ class EngineOptions:
     """The engine is declared hung when it has not answered for this long."""
 
     def __post_init__(self) -> None:
-        _at_least("count", self.count, 1)
+        _require_number_of("count", self.count)
         _at_least("max_batch", self.max_batch, 1)
-        _at_least("threads", self.threads, 1)
-        require_positive("timeout_s", self.timeout_s)
+        _require_number_of("threads", self.threads)
+        require_seconds("timeout_s", self.timeout_s)
         require_positive("kv_cache_gb", self.kv_cache_gb)
         require(
             self.quantization == "none" or self.name == "local",
@@ -138,8 +156,8 @@ class TrainerOptions:
         _at_least("warmup_steps", self.warmup_steps, 0)
         require(self.grad_clip > 0, f"grad_clip must be above 0, not {self.grad_clip}")
         _at_least("token_budget", self.token_budget, 16)
-        _at_least("threads", self.threads, 1)
-        _at_least("ranks", self.ranks, 1)
+        _require_number_of("threads", self.threads)
+        _require_number_of("ranks", self.ranks)
         require(
             self.ranks == 1 or self.param_dtype == "float32",
             f"ranks = {self.ranks} needs param_dtype = 'float32', not {self.param_dtype!r}: "
@@ -156,7 +174,7 @@ class TrainerOptions:
             f"attention = 'flash_attention_2' needs dtype = 'bfloat16' and a GPU, not "
             f"{self.dtype} on {self.device}; leave it at 'sdpa'",
         )
-        require_positive("timeout_s", self.timeout_s)
+        require_seconds("timeout_s", self.timeout_s)
 
 
 def check_weight_transfer(engine: EngineOptions, trainer: TrainerOptions) -> None:
@@ -295,8 +313,8 @@ class RolloutOptions:
     """What one loses that has used up its budget."""
 
     def __post_init__(self) -> None:
-        require_positive("timeout_s", self.timeout_s)
-        require_positive("step_timeout_s", self.step_timeout_s)
+        require_seconds("timeout_s", self.timeout_s)
+        require_seconds("step_timeout_s", self.step_timeout_s)
         _at_least("max_attempts", self.max_attempts, 1)
         _at_least("max_filtered_groups", self.max_filtered_groups, 0)
         _at_least("overlong_buffer", self.overlong_buffer, 0)
@@ -323,7 +341,7 @@ class EvalOptions:
     longer."""
 
     def __post_init__(self) -> None:
-        require_positive("timeout_s", self.timeout_s)
+        require_seconds("timeout_s", self.timeout_s)
         _at_least("every", self.every, 0)
         _at_least("problems", self.problems, 1)
         _at_least("final_problems", self.final_problems, 1)
@@ -364,7 +382,7 @@ class RayOptions:
             or ("://" not in self.address and port.isdecimal() and 0 < int(port) < 65536),
             f'address = {self.address!r} is neither "local", "auto" nor HOST:PORT',
         )
-        require_positive("start_timeout_s", self.start_timeout_s)
+        require_seconds("start_timeout_s", self.start_timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
