@@ -121,6 +121,17 @@ async def test_large_messages_pass_both_ways() -> None:
     await worker.close()
 
 
+def test_waiting_threads_sleep_soon_unless_the_user_says_how_they_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    assert torch_settings(2)["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in torch_settings(1)
+    monkeypatch.setenv("OMP_WAIT_POLICY", "active")
+    assert "GOMP_SPINCOUNT" not in torch_settings(2)
+
+
 def test_of_a_log_only_its_end_is_read(tmp_path: Path) -> None:
     log = tmp_path / "log.txt"
     log.write_bytes(b"x" * 9000 + b"\n" + b"".join(b"line %d\n" % i for i in range(8)))

@@ -46,7 +46,7 @@ _LOG_TAIL_BYTES = 4096
 
 def torch_settings(threads: int) -> dict[str, str]:
     """Environment variables that torch reads when it is imported."""
-    return {
+    settings = {
         "OMP_NUM_THREADS": str(threads),
         "MKL_NUM_THREADS": str(threads),
         # oneDNN keeps up to 1024 compiled products of bfloat16 matrices, one for each shape, and
@@ -54,6 +54,11 @@ def torch_settings(threads: int) -> dict[str, str]:
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
         "LRU_CACHE_CAPACITY": "64",
     }
+    if threads > 1 and not os.environ.keys() & {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"}:
+        # Threads that wait for each other spin for milliseconds before they sleep; where those of
+        # all processes outnumber the cores they would do little else.
+        settings["GOMP_SPINCOUNT"] = "1000"
+    return settings
 
 
 class Worker(Calls):
