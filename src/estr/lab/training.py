@@ -290,7 +290,8 @@ def _recipe(config: RunConfig) -> Recipe:
                 "schedule": "constant",
                 "betas": (0.9, 0.99),
                 "grad_clip": 1.0,
-                "token_budget": 16384,
+                # Rollouts differ in length: larger micro-batches are mostly padding.
+                "token_budget": 2048,
             },
         }
     )
