@@ -604,6 +604,7 @@ def test_a_bound_that_cannot_hold_is_refused_and_one_more_is_enough(s: int, m: i
     ("table", "words"),
     [
         ({"engine": {"count": 2}}, "engine.count = 2 needs placement = 'ray'"),
+        ({"ray": {"address": "auto"}}, "ray.address = 'auto' needs placement = 'ray'"),
         ({"engine": {"count": 0}}, "engine.count must be at least 1, not 0"),
         ({"engine": {"threads": 10**9}}, "engine.threads must be at most 1024, not 1000000000"),
         ({"trainer": {"ranks": 10**20}}, "trainer.ranks must be at most 1024"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ import pytest_asyncio
 
 from estr.engine import KVPolicy, Request
 from estr.engines.process import EngineProcess
-from estr.errors import EngineError, EngineTimeout, WeightsError
+from estr.errors import ConfigError, EngineError, EngineTimeout, WeightsError
 from estr.options.run import EngineOptions
 from estr.types import Segment
 from estr.weights import FileWeightStore
@@ -233,3 +234,9 @@ async def test_what_is_cancelled_or_late_leaves_nothing_behind(engine: EnginePro
     assert await engine.snapshot() == {}
     (drawn,) = await run_all(engine, [request(94, tokens=2)])
     assert len(drawn) == 2
+
+
+async def test_too_little_room_for_keys_and_values_is_named() -> None:
+    too_small = replace(OPTIONS, kv_cache_gb=1e-4)
+    with pytest.raises(ConfigError, match=r"engine\.kv_cache_gb = 0\.0001 has too little room"):
+        await EngineProcess.start(FOLDER, too_small)

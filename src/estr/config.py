@@ -23,6 +23,7 @@ import msgspec
 
 from .errors import ConfigError
 from .options.corrections import CORRECTION_OPTIONS, require
+from .options.placement import check_placement, check_weight_transfer
 from .options.run import (
     CheckpointOptions,
     CurriculumOptions,
@@ -36,7 +37,6 @@ from .options.run import (
     SamplingOptions,
     TrainerOptions,
     WandbOptions,
-    check_weight_transfer,
 )
 from .options.suggest import nameless, suggest
 from .options.tasks import MIX, check_call_limits, entries
@@ -147,33 +147,9 @@ class Recipe:
             f"sampling.max_tokens = {self.sampling.max_tokens}",
         )
         check_weight_transfer(self.engine, self.trainer)
-        self._check_placement()
-
-    def _check_placement(self) -> None:
-        if self.placement == "local":
-            require(
-                self.engine.count == 1,
-                f"engine.count = {self.engine.count} needs placement = 'ray', which starts a Ray "
-                "of its own on this machine unless ray.address says otherwise",
-            )
-            return
-        require(
-            self.engine.weight_transfer == "file",
-            f"placement = 'ray' needs engine.weight_transfer = 'file', not "
-            f"{self.engine.weight_transfer!r}: weights come out of Ray's object store",
+        check_placement(
+            self.placement, self.engine, self.trainer, self.ray, deterministic=self.deterministic
         )
-        require(
-            not self.deterministic,
-            "placement = 'ray' needs deterministic = false: an engine that may be replaced, "
-            "wherever there is room, follows no recorded schedule",
-        )
-        for key in ("engine", "trainer"):
-            device = getattr(self, key).device
-            require(
-                device in ("cpu", "cuda", "cuda:0"),
-                f"placement = 'ray' needs {key}.device = 'cpu' or 'cuda:0', not {device!r}: every "
-                "actor sees only the GPU that Ray has given to it",
-            )
 
     def to_toml(self) -> str:
         """The resolved recipe, readable by load_recipe."""

@@ -46,13 +46,13 @@ def verify(run: str, runs: Path, as_json: bool) -> None:
         click.echo(json.dumps(dataclasses.asdict(verdict), default=str))
     else:
         click.echo(
-            f"{verdict.run}: {verdict.steps} steps, {verdict.groups} groups dispatched, "
-            f"{verdict.consumed} trained on, {verdict.failed} failed, {verdict.filtered} filtered, "
-            f"{verdict.outstanding} left; {verdict.resumes} resumes"
+            f"{verdict.run}: steps {verdict.steps}; groups dispatched {verdict.groups}, trained on "
+            f"{verdict.consumed}, failed {verdict.failed}, filtered {verdict.filtered}, left "
+            f"{verdict.outstanding}; resumes {verdict.resumes}"
         )
         for fault in verdict.faults:
             click.echo(f"error: {fault}", err=True)
-        click.echo("nothing is wrong" if not verdict.faults else f"{len(verdict.faults)} faults")
+        click.echo("nothing is wrong" if not verdict.faults else f"faults: {len(verdict.faults)}")
     if verdict.faults:
         sys.exit(1)
 

@@ -25,7 +25,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..engine import KVPolicy, Request
-from ..errors import ConfigError, EngineError, WeightsError
+from ..errors import EngineError, WeightsError
 from ..models import vocabulary_size
 from ..options.run import EngineOptions
 from ..types import RolloutId, Segment
@@ -33,11 +33,8 @@ from ..weights import State
 from .rows import Row, in_order, new_row
 from .sampler import uniforms
 from .transfer import Offer
+from .vllm_start import start_vllm
 
-_EXTENSION = "estr.engines.vllm_extension.EstrWorker"
-_GLOO = "estr_gloo"
-_GLOO_ENGINE = ("estr.engines.vllm_gloo", "GlooWeightTransferEngine")
-"""Ours among vLLM's engines for weight transfer: its name there, module and class."""
 _OUTPUT_LAYERS = ("lm_head.weight", "embed_out.weight")
 """What transformers calls them."""
 _NUM_FACTS = 3
@@ -55,7 +52,7 @@ class VllmEngine:
     def __init__(
         self, folder: Path, options: EngineOptions, *, version: int = 0, in_flight: bool = True
     ) -> None:
-        self._vllm = _start(folder, options)
+        self._vllm = start_vllm(folder, options)
         config = self._vllm.model_config
         self._max_positions = int(config.max_model_len)
         self._vocab_size = vocabulary_size(folder, SimpleNamespace(config=config.hf_config))
@@ -363,45 +360,3 @@ def checkpoint_shapes(folder: Path, *, tied: bool) -> dict[str, tuple[int, ...]]
         if name in shapes and list(shapes.values()).count(shapes[name]) > 1:
             del shapes[name]
     return shapes
-
-
-def _start(folder: Path, options: EngineOptions) -> Any:
-    """vLLM V1, its core in this very process, so that nothing happens between two steps but what
-    is asked for. Raises ConfigError where it was built for another kind of device."""
-    from vllm.config import WeightTransferConfig
-    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.platforms import current_platform
-    from vllm.v1.engine.llm_engine import LLMEngine
-
-    kind = options.device.partition(":")[0]
-    if kind != current_platform.device_type:
-        raise ConfigError(
-            f"engine.device = {options.device!r}, but the vLLM of {options.python} runs on "
-            f"{current_platform.device_type!r}; change engine.device, or engine.python"
-        )
-    backend: str = options.weight_transfer
-    if backend == "gloo":
-        backend = _GLOO
-        WeightTransferEngineFactory.register_engine(backend, *_GLOO_ENGINE)
-    return LLMEngine.from_engine_args(
-        EngineArgs(
-            model=str(folder.resolve()),
-            skip_tokenizer_init=True,
-            generation_config="vllm",  # nothing of the folder's own reshapes the distribution
-            dtype=options.dtype,
-            max_model_len=-1,  # the model's own limit, or what the cache has room for
-            kv_cache_memory_bytes=int(options.kv_cache_gb * 1e9),
-            max_num_seqs=options.max_batch,
-            enable_prefix_caching=True,
-            # Only whole blocks are shared; vLLM's 128 on a CPU would share no short prompt.
-            block_size=32 if kind == "cpu" else None,
-            scheduling_policy="priority",
-            async_scheduling=False,
-            enforce_eager=kind == "cpu",
-            logprobs_mode="processed_logprobs",
-            disable_log_stats=True,
-            worker_extension_cls=_EXTENSION,
-            weight_transfer_config=None if backend == "file" else WeightTransferConfig(backend),
-        )
-    )

@@ -177,40 +177,6 @@ class TrainerOptions:
         require_seconds("timeout_s", self.timeout_s)
 
 
-def check_weight_transfer(engine: EngineOptions, trainer: TrainerOptions) -> None:
-    """Raise ValueError where `engine.weight_transfer` cannot work between these two."""
-    way = engine.weight_transfer
-    if way == "file":
-        return
-    asked = f"engine.weight_transfer = {way!r}"
-    require(
-        engine.name == "vllm",
-        f"{asked} needs engine.name = 'vllm', not {engine.name!r}: it is vLLM's own; leave it at "
-        "'file'",
-    )
-    if way == "gloo":
-        return
-    kinds = {device.partition(":")[0] for device in (engine.device, trainer.device)}
-    found = f"engine.device = {engine.device!r} and trainer.device = {trainer.device!r}"
-    require(
-        kinds == {"cuda"},
-        f"{asked} needs CUDA devices, not {found}; set both, or say 'file' or 'gloo', which "
-        "need none",
-    )
-    first = {"cuda": "cuda:0"}
-    on_one = first.get(engine.device, engine.device) == first.get(trainer.device, trainer.device)
-    require(
-        on_one == (way == "ipc"),
-        f"{asked} needs {'one GPU for both' if way == 'ipc' else 'two GPUs'}, not {found}; say "
-        f"{'nccl' if way == 'ipc' else 'ipc'!r}, or change a device",
-    )
-    require(
-        way != "nccl" or trainer.ranks == 1,
-        f"{asked} needs trainer.ranks = 1, not {trainer.ranks}: two NCCL communicators at work on "
-        "one GPU may wait for each other for ever; say 'file' or 'gloo'",
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class LossOptions:
     """How per-token terms become one number, and rewards become advantages."""
