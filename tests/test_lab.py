@@ -251,6 +251,19 @@ def test_a_run_repeats_itself_and_measures_lag():
     assert {"accuracy", "pass_at_k", "rho_mask", "kl_k3", "policy_entropy"} <= last.keys()
 
 
+def test_the_first_evaluation_is_shared_by_runs_of_one_model_and_task():
+    def at_step_0(**table):
+        return train_once({**SHORT, "steps": 1, **table})[0]["value"]
+
+    first = at_step_0(eval_problems=32)
+    for other in ({"seed": 5, "arithmetic": "int3"}, {"lr": 1e-2}):
+        run = LabRun(RunConfig.read({**SHORT, "eval_problems": 32, **other}))
+        assert run.evaluate(2).mean() == first == at_step_0(eval_problems=32, **other)
+    harder = {"name": "countdown"}
+    run = LabRun(RunConfig.read({**SHORT, "task": harder, "eval_problems": 32}))
+    assert at_step_0(eval_problems=32, task=harder) == run.evaluate(2).mean() != first
+
+
 def test_unknown_settings_are_refused():
     with pytest.raises(ConfigError, match="stps"):
         RunConfig.read({"stps": 3})
