@@ -263,3 +263,20 @@ def test_a_process_that_an_interrupt_ends_while_it_starts_is_no_failure(tmp_path
     assert b"stopped before training began" in stderr
     assert not _workers_of(process.pid)
     assert not (tmp_path / "calculator").exists(), "a run that never began takes no name"
+
+
+def test_one_interrupt_stops_the_start_at_once(tmp_path: Path) -> None:
+    process = _start(tmp_path, "steps=400")
+    deadline = time.monotonic() + 60
+    while not (workers := _workers_of(process.pid)):
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(min(workers.values()), signal.SIGSTOP)  # it would start for ever
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr.decode()
+    assert b"stopped before training began" in stderr
+    assert b"step in progress" not in stderr
+    assert not _workers_of(process.pid)
+    assert not (tmp_path / "calculator").exists()

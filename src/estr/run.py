@@ -133,6 +133,7 @@ async def _train(
         reporter.starting(recipe)
         with _stop_goes_first(stop):
             processes = await _start(model, recipe, folder, reporter, replay)
+        stop.at_once = False
         try:
             settings = [
                 RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
@@ -354,15 +355,23 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
     )
 
 
+class _Stop(asyncio.Event):
+    """Set by the first SIGINT or SIGTERM. at_once: nothing has been learned that could be saved."""
+
+    at_once = True
+
+
 @contextlib.contextmanager
-def _stopped_by_signals(reporter: Reporter) -> Iterator[asyncio.Event]:
-    """An event that the first SIGINT or SIGTERM sets; the second cancels the run at once."""
+def _stopped_by_signals(reporter: Reporter) -> Iterator[_Stop]:
+    """What the first SIGINT or SIGTERM sets; the second cancels the run at once, and so does the
+    first while its processes start."""
     task = asyncio.current_task()
     assert task is not None
-    stop = asyncio.Event()
+    stop = _Stop()
 
     def on_signal() -> None:
-        if stop.is_set():
+        if stop.at_once or stop.is_set():
+            stop.set()
             task.cancel("stopped at once")
             return
         stop.set()
