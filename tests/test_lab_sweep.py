@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from estr.lab.lab import Claim, Lab, Report, write_report
 from estr.lab.methods import ALL_METHODS, JUDGE_SEEDS, METHODS, REGIMES, TUNE_SEEDS
 from estr.lab.natural import rows_of_run
 from estr.lab.protocol import SYNC_CELL, standings, tune
-from estr.lab.statistics import answer, compare_seeds, holm, judge
+from estr.lab.statistics import answer, compare_seeds, holm, is_better, judge, with_interval
 from estr.lab.sweep import Job, Sweep, code_digest
 from estr.lab.table import last_values, read_table, weighted_means, write_table
 
@@ -191,6 +192,29 @@ def test_judgements_are_by_the_margin():
         "absent": "too few seeds",
     }
     assert judge({"a": compare_seeds({1: 0.9, 2: 0.9}, {1: 0.1, 2: 0.1})}) == {"a": "too few seeds"}
+
+
+def test_one_seed_has_no_interval_and_decides_nothing():
+    pair = compare_seeds({1: 0.9}, {1: 0.5})
+    assert pair.told() == "+0.400 (no interval)"
+    assert is_better(pair, judge({"a": pair})["a"]) is None
+    worse = compare_seeds({1: 0.1, 2: 0.1}, {1: 0.9, 2: 0.9})
+    assert is_better(worse, judge({"a": worse})["a"]) is None
+    assert is_better(None, "too few seeds") is None
+    seeds = range(6)
+    level = compare_seeds(dict.fromkeys(seeds, 0.5), dict.fromkeys(seeds, 0.5))
+    assert is_better(level, judge({"a": level})["a"]) is False
+    assert level.told() == "+0.000 [+0.000, +0.000]"
+    assert with_interval(math.nan, math.nan, math.nan, ".2f") == "no figure"
+
+
+@pytest.mark.parametrize("name", ["controls", "compare"])
+def test_no_claim_is_decided_on_two_seeds(name):
+    for num_seeds in (1, 2):
+        sweep = FakeSweep(lambda job: len(job.labels["method"]) / 100)
+        report = find_experiment(name).run(Lab(sweep, num_seeds=num_seeds))
+        answers = {c.claim: c.answer for c in report.claims if "fewer tokens" not in c.claim}
+        assert set(answers.values()) == {"undecided"}
 
 
 @pytest.mark.parametrize(

@@ -148,7 +148,7 @@ def _answer(judgement: str, holds: Sequence[str], fails: str) -> Answer:
 def _against(pair: Paired | None) -> str:
     if pair is None:
         return ""
-    return f"{pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}] over {pair.num_pairs} seeds"
+    return f"{pair.told()} over {pair.num_pairs} seeds"
 
 
 def _why(num_seeds: int, criterion: str) -> str:

@@ -150,9 +150,7 @@ def standing_lines(
                 "chosen": f"lr {choice.lr:g}, {choice.option}" if choice else "",
                 "seeds": str(len(values)),
                 "accuracy": f"{fmean(values):.3f} ({min(values):.3f} to {max(values):.3f})",
-                "minus sync": ""
-                if against is None or cell == SYNC_CELL
-                else f"{against.difference:+.3f} [{against.low:+.3f}, {against.high:+.3f}]",
+                "minus sync": "" if against is None or cell == SYNC_CELL else against.told(),
                 "judgement": "reference" if cell == SYNC_CELL else standing.judgement,
                 "collapses": f"{standing.collapses} of {len(values)}",
                 "rho_mask": f"{100 * standing.rho_mask:.2f} %",

@@ -13,6 +13,7 @@ comparisons each of the three is Holm-corrected. With fewer than MIN_PAIRS seeds
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -38,7 +39,7 @@ class Paired:
     """One method against a reference, accuracy in [0, 1].
 
     difference: mean over the shared seeds, method - reference; low, high: its 95 % bootstrap
-    interval; p_*: one-sided bootstrap p-values, before any correction."""
+    interval, NaN of a single seed; p_*: one-sided bootstrap p-values, before any correction."""
 
     num_pairs: int
     difference: float
@@ -48,6 +49,10 @@ class Paired:
     p_better: float
     p_inferior: float
 
+    def told(self) -> str:
+        """As tables tell it."""
+        return with_interval(self.difference, self.low, self.high, "+.3f")
+
 
 def compare_seeds(method: Mapping[int, float], reference: Mapping[int, float]) -> Paired | None:
     """method, reference: seed -> accuracy. None where they share no seed."""
@@ -55,7 +60,9 @@ def compare_seeds(method: Mapping[int, float], reference: Mapping[int, float]) -
     if not seeds:
         return None
     differences = np.array([method[seed] - reference[seed] for seed in seeds])
-    (interval,) = bootstrap_intervals(differences[:, None], seed=0)
+    interval = (math.nan, math.nan)
+    if len(seeds) > 1:
+        (interval,) = bootstrap_intervals(differences[:, None], seed=0)
     rng = np.random.default_rng(0)
     drawn = rng.integers(0, len(seeds), (_NUM_RESAMPLES, len(seeds)))
     means = differences[drawn].mean(axis=1)
@@ -105,6 +112,24 @@ def judge(family: Mapping[str, Paired | None]) -> dict[str, Judgement]:
         else:
             judgements[name] = "undecided"
     return judgements
+
+
+def is_better(pair: Paired | None, judgement: Judgement) -> bool | None:
+    """Whether a method is better than its reference; None: that is not decided."""
+    if pair is None or judgement == "too few seeds":
+        return None
+    if judgement == "better":
+        return True
+    return False if pair.high < MARGIN else None
+
+
+def with_interval(value: float, low: float, high: float, form: str) -> str:
+    """value [low, high], each as `form`; a single seed has a value and no interval."""
+    if math.isnan(value):
+        return "no figure"
+    if math.isnan(low) or math.isnan(high):
+        return f"{value:{form}} (no interval)"
+    return f"{value:{form}} [{low:{form}}, {high:{form}}]"
 
 
 def answer(found: Mapping[str, bool | None]) -> Answer:

@@ -18,7 +18,7 @@ from ..protocol import (
     standings,
     tune,
 )
-from ..statistics import MARGIN, answer, compare_seeds, judge
+from ..statistics import MARGIN, answer, compare_seeds, is_better, judge
 
 TITLE = "methods in four regimes against synchronous training"
 
@@ -119,12 +119,7 @@ def _better(found: Mapping[Cell, Standing], regime: str, first: str, second: str
         for name in FIXED
         if (regime, name) in found
     }
-    pair, judgement = family[second], judge(family)[second]
-    if pair is None or judgement == "too few seeds":
-        return None
-    if judgement == "better":
-        return True
-    return False if pair.high < MARGIN else None
+    return is_better(family[second], judge(family)[second])
 
 
 def _masks(found: Mapping[Cell, Standing], regimes: list[str]) -> str:

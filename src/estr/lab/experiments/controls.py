@@ -12,7 +12,7 @@ from .. import figures
 from ..lab import Claim, Lab, Report
 from ..methods import CLIP, METHODS, REGIMES
 from ..protocol import Choice, cell_jobs
-from ..statistics import MARGIN, answer, compare_seeds, judge
+from ..statistics import MARGIN, answer, compare_seeds, is_better, judge
 from ..sweep import Job
 from ..table import by_seed, last_values, weighted_means
 
@@ -88,9 +88,8 @@ def claims(accuracy: Mapping[Any, Mapping[int, float]]) -> list[Claim]:
             pair = pairs.get((regime, control))
             if pair is None:
                 continue
-            better = judged[f"{regime}/{control}"] == "better"
-            results[regime] = True if better else False if pair.high < MARGIN else None
-            told.append(f"{regime} {pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}]")
+            results[regime] = is_better(pair, judged[f"{regime}/{control}"])
+            told.append(f"{regime} {pair.told()}")
         found.append(
             Claim(
                 f"ESTR is better than with {control}",

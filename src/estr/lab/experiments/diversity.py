@@ -11,7 +11,7 @@ from .. import figures
 from ..lab import Claim, Lab, Report
 from ..methods import CLIP, REGIMES, SYNC, Table
 from ..protocol import Choice, cell_jobs
-from ..statistics import MARGIN, answer, compare_seeds, judge
+from ..statistics import MARGIN, answer, compare_seeds, is_better, judge
 from ..sweep import Job
 from ..table import Row, by_seed, last_values, weighted_means
 
@@ -98,10 +98,8 @@ def claim(found: Found, rival: str, measure: str) -> Claim:
     for cell, pair in pairs.items():
         if pair is None:
             continue
-        told.append(f"{cell} {pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}]")
-        better = judged[cell] == "better"
-        enough = judged[cell] != "too few seeds"
-        results[cell] = True if better else False if enough and pair.high < MARGIN else None
+        told.append(f"{cell} {pair.told()}")
+        results[cell] = is_better(pair, judged[cell])
     return Claim(
         f"{measure} is higher with low-entropy tokens dropped than with {rival}",
         "AIME pass@4: estr 28.38, sync 27.68, icepop 24.96" if measure != "pass@1" else "",

@@ -18,7 +18,7 @@ from ..gradients import ON_POLICY
 from ..lab import Claim, Lab, Report
 from ..methods import ALL_METHODS, METHODS, Regime
 from ..moments import Floats
-from ..statistics import answer
+from ..statistics import answer, with_interval
 from ..sweep import Job
 from ..table import Row
 
@@ -172,7 +172,7 @@ def claims(found: Mapping[tuple[str, str], Fidelity]) -> list[Claim]:
         for regime in regimes:
             value, (low, high) = _difference(found[regime, "estr"], found[regime, rival])
             results[regime] = True if low > 0 else False if high < 0 else None
-            told.append(f"{regime}: {value:+.2f} [{low:+.2f}, {high:+.2f}]")
+            told.append(f"{regime}: {with_interval(value, low, high, '+.2f')}")
         made.append(
             Claim(
                 f"the gradient of estr is nearer to the on-policy one than that of {rival}",
@@ -225,4 +225,4 @@ def reference_lines(rows: Sequence[Row]) -> list[dict[str, str]]:
 
 
 def _told(value: float, interval: Interval) -> str:
-    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+    return with_interval(value, *interval, ".2f")

@@ -292,4 +292,4 @@ def decision_lines(decisions: Mapping[Cell, Against]) -> list[dict[str, str]]:
 
 
 def _interval(pair: Paired | None) -> str:
-    return "" if pair is None else f"{pair.difference:+.3f} [{pair.low:+.3f}, {pair.high:+.3f}]"
+    return "" if pair is None else pair.told()

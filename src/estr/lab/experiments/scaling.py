@@ -14,7 +14,7 @@ from ..fits import Tail
 from ..lab import Claim, Lab, Report
 from ..moments import Floats
 from ..noise_statistics import FEWEST, Found, Interval, Pools, Sums, measured, pooled, tails
-from ..statistics import Answer, answer
+from ..statistics import Answer, answer, with_interval
 from ..sweep import Job
 from ..token_noise import ENTROPY_EDGES, PROBABILITY_EDGES, SPLIT
 
@@ -180,7 +180,7 @@ def _within(low: float, high: float, found: Interval) -> bool | None:
 def _told(value: float, interval: Interval) -> str:
     if np.isnan(value):
         return "too few tokens"
-    return f"{value:.3g} [{interval[0]:.3g}, {interval[1]:.3g}]"
+    return with_interval(value, *interval, ".3g")
 
 
 def claims(found: Found, laws: Laws) -> list[Claim]:

@@ -13,7 +13,7 @@ from ..fits import seed_interval
 from ..lab import Claim, Lab, Report
 from ..methods import METHODS
 from ..moments import Floats
-from ..statistics import answer
+from ..statistics import answer, with_interval
 from ..sweep import Job
 from ..switch_tokens import REACH
 from ..table import Row
@@ -211,7 +211,7 @@ def _above(least: float, interval: Interval) -> bool | None:
 
 
 def _told(value: float, interval: Interval) -> str:
-    return f"{value:.2f} [{interval[0]:.2f}, {interval[1]:.2f}]"
+    return with_interval(value, *interval, ".2f")
 
 
 def _curves(sums: Sums) -> dict[str, figures.Points]:
