@@ -1,8 +1,8 @@
 """Corrections that are ESTR but for one thing, to tell what its gain hangs on.
 
-    RandomMask        as many tokens dropped in every step, but any
-    ShuffledEntropy   the radii of ESTR, dealt out to other tokens
-    ConstantEntropy   every token has the mean entropy of the step
+    RandomMask        as many tokens dropped in every micro-batch, but any
+    ShuffledEntropy   the radii of ESTR, dealt out to other tokens of the micro-batch
+    ConstantEntropy   every token has the mean entropy of the micro-batch
 
 The fourth control, the trainer's entropy for the sampler's, is `entropy_of` of a run.
 """
@@ -20,7 +20,7 @@ from ..options.corrections import EstrOptions
 
 
 class _Control:
-    """ESTR with the entropies of a step changed by `_changed`."""
+    """ESTR with the entropies of a micro-batch changed by `_changed`."""
 
     Options = EstrOptions
     needs = frozenset({"behavior_entropies"})

@@ -1,4 +1,4 @@
-"""Masks that drop a set share of a step's tokens by their entropy alone, for `diversity`.
+"""Masks that drop a set share of a micro-batch's tokens by entropy alone, for `diversity`.
 
     DropHigh  those of the highest entropy        DropLow  those of the lowest
     DropAny   any, by lot
