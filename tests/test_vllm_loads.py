@@ -78,7 +78,7 @@ def store(tmp_path: Path, state: dict[str, torch.Tensor]) -> TransferStore:
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> FakeVllm:
     fake = FakeVllm(load_model(resolve_model("builtin")).config)
-    monkeypatch.setattr("estr.engines.vllm._start", lambda folder, options: fake)
+    monkeypatch.setattr("estr.engines.vllm.start_vllm", lambda folder, options: fake)
     return fake
 
 
