@@ -249,15 +249,21 @@ def test_one_interrupt_saves_and_ends_with_130(tmp_path: Path) -> None:
     assert json.loads((saved / "trainer.json").read_text())["step"] == verify(saved)["step"]
 
 
-def test_a_process_that_an_interrupt_ends_while_it_starts_is_no_failure(tmp_path: Path) -> None:
-    process = _start(tmp_path, "steps=400")
+def _first_worker(process: subprocess.Popen[bytes]) -> int:
+    """The pid of a process that is still starting."""
     deadline = time.monotonic() + 60
     while not (workers := _workers_of(process.pid)):
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.01)
+    return min(workers.values())
+
+
+def test_a_process_that_an_interrupt_ends_while_it_starts_is_no_failure(tmp_path: Path) -> None:
+    process = _start(tmp_path, "steps=400")
+    worker = _first_worker(process)
     process.send_signal(signal.SIGINT)
-    os.kill(min(workers.values()), signal.SIGINT)  # as a terminal sends it, to all of them
+    os.kill(worker, signal.SIGINT)  # as a terminal sends it, to all of them
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr.decode()
     assert b"stopped before training began" in stderr
@@ -267,12 +273,8 @@ def test_a_process_that_an_interrupt_ends_while_it_starts_is_no_failure(tmp_path
 
 def test_one_interrupt_stops_the_start_at_once(tmp_path: Path) -> None:
     process = _start(tmp_path, "steps=400")
-    deadline = time.monotonic() + 60
-    while not (workers := _workers_of(process.pid)):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(min(workers.values()), signal.SIGSTOP)  # it would start for ever
+    worker = _first_worker(process)
+    os.kill(worker, signal.SIGSTOP)  # it would start for ever
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == 130, stderr.decode()
