@@ -100,6 +100,9 @@ def test_one_odd_member_keeps_all_the_others_check_30(size, odd, kind):
 def test_equal_rewards_under_different_outcomes_stay_at_zero():
     for kind in KINDS:
         assert advantages([0.5, 0.5], kind, [1.0, 0.0]) == [0.0, 0.0]
+        # 0.1 less the mean of three of them is not 0.
+        assert advantages([0.1] * 3, kind, [0.0, 1.0, 0.0]) == [0.0] * 3
+        assert advantages([0.1, None, 0.1, 0.1], kind, [0.0, 1.0, 1.0, 0.0]) == [0, None, 0, 0]
 
 
 # Unscored members

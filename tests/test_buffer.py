@@ -126,6 +126,17 @@ def test_the_advantage_is_the_one_asked_for(kind: Any, advantages: tuple[float, 
     assert group.advantages == pytest.approx(advantages, abs=1e-4)
 
 
+def test_a_group_that_lost_a_member_does_not_borrow_from_the_next_check_23() -> None:
+    groups = Groups(2, 0, steps=9)
+    buffer = Buffer(groups, "no_std")
+    first, second = start(groups), start(groups)
+    add(buffer, first, 1.0, 0.0, 0.0)
+    add(buffer, second, 1.0, 1.0, 0.0, 0.0)
+    (taken,) = buffer.take(0) or []
+    assert taken[0].advantages == pytest.approx((2 / 3, -1 / 3, -1 / 3))
+    assert taken[1].advantages == (0.5, 0.5, -0.5, -0.5)
+
+
 def test_the_end_of_the_data_gives_a_smaller_batch() -> None:
     groups = Groups(2, 1, steps=9, steps_per_batch=2)
     buffer = Buffer(groups)

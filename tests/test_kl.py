@@ -39,6 +39,15 @@ def test_values_are_those_of_schulman() -> None:
     torch.testing.assert_close(k3, torch.tensor([0.0, math.exp(-1), math.e - 2]))
 
 
+@pytest.mark.parametrize("distance", [1e-5, -1e-5, 1e-4, 1e-3, -1e-3, 0.1])
+def test_k3_has_digits_next_to_the_reference(distance: float) -> None:
+    """About d^2 / 2, of which exp(-d) - 1 + d in float32 has none left below d = 1e-4."""
+    policy, ref = torch.tensor([-1.0 + distance]), torch.tensor([-1.0])
+    d = float(policy.double() - ref.double())
+    expected = d**2 / 2 - d**3 / 6 + d**4 / 24 - d**5 / 120
+    assert float(kl_estimates(policy, ref, "k3")) == pytest.approx(expected, rel=0.02, abs=0.0)
+
+
 def test_gradients_are_as_documented() -> None:
     policy = torch.tensor([-1.0, -1.0, -2.0], requires_grad=True)
     ref = torch.tensor([-1.0, -2.0, -1.0], requires_grad=True)

@@ -414,6 +414,23 @@ def test_a_token_that_mu_could_not_draw_is_rejected_and_counted(
     assert result.log_ratio.tolist() == [0.0, 0.0]
 
 
+@pytest.mark.parametrize(
+    "entry", [*VARIANTS, {"name": "estr", "tau": INF, "mask": "soft"}, {"name": "mis", "low": 0.0}]
+)
+@pytest.mark.parametrize("advantage", [1.0, -1.0, 0.0])
+def test_a_token_that_pi_cannot_draw_has_no_gradient(
+    entry: dict[str, Any], advantage: float
+) -> None:
+    """delta = -inf; and with q = pi, log pi - log q would be inf - inf."""
+    columns = columns_of(
+        [-1.0, -INF], [-1.0, -1.0], [1.0, advantage], behavior_entropies=[1.0, 1.0]
+    )
+    result = loss_of(columns, 2, **entry)
+    assert math.isfinite(result.loss.item())
+    assert result.terms[0] == 1.0
+    assert gradient_of(result, columns).tolist() == [-0.5, 0.0]
+
+
 def test_a_masked_impossible_token_is_not_counted() -> None:
     result = loss_of(columns_of([-1.0, -1.0], [-1.0, -INF], [1.0, 1.0], [1, 0]), 1)
     assert int(result.num_impossible) == 0

@@ -54,7 +54,7 @@ def group_advantages(
     - "leave_one_out": R - mean of the other members' R (RLOO, arXiv:2402.14740)
 
     Exactly 0.0 where the scored members' outcomes (their rewards, if variance_of says so) do not
-    differ, and for a group of one. Never NaN.
+    differ, where their rewards do not, and for a group of one. Never NaN.
     Raises NumericsError on a reward or outcome that is not finite, or so large that the statistics
     overflow; ValueError when the two sequences differ in length or the kind is unknown.
     """
@@ -70,8 +70,9 @@ def group_advantages(
         if reward is not None and outcome is not None
     ]
     advantages: list[float | None] = [None] * len(rewards)
-    compared = outcomes if variance_of == "outcome" else rewards
-    if is_zero_variance([compared[i] for i in scored]):
+    compared = [rewards] if variance_of == "reward" else [outcomes, rewards]
+    # Equal rewards too: R - mean R is then what rounding leaves, and not 0.
+    if any(is_zero_variance([column[i] for i in scored]) for column in compared):
         values = np.zeros(len(scored))
     else:
         values = _baselined(np.array([rewards[i] for i in scored], dtype=np.float64), kind)

@@ -19,7 +19,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .corrections.surrogates import MAX_LOG_RATIO, bounded_ratio
+from .corrections.surrogates import MAX_LOG_RATIO
 from .errors import NumericsError
 from .metrics import Metrics
 from .options.run import KlEstimator
@@ -45,7 +45,7 @@ def kl_estimates(policy_logprobs: Tensor, ref_logprobs: Tensor, estimator: KlEst
         half_square = 0.5 * bounded.square()
         return bounded.detach() + half_square - half_square.detach()
     if estimator == "k3":
-        return bounded_ratio(-log_ratio) - 1.0 + bounded
+        return torch.expm1(-bounded) + bounded  # exp(-d) - 1 has no digits left for a small d
     raise ValueError(f"KL estimator {estimator!r} is unknown; known: k1, k3")
 
 

@@ -90,18 +90,16 @@ class TokenColumns:
             raise ValueError(f"loss_mask is {self.loss_mask.dtype}, not bool")
 
     def log_ratio(self, edge: Edge) -> Tensor:
-        """log of the ratio along `edge`; exactly 0, in value and gradient, where not eligible.
+        """log of the ratio along `edge`; exactly 0, in value and gradient, where not eligible and
+        where both probabilities are 0.
 
         E and U carry the gradient of log pi, B carries none. May be inf on an eligible token: +inf
         where the denominator's probability is 0, -inf where the numerator's is.
         """
-        if edge == "E":
-            log_ratio = self.policy_logprobs - self.behavior_logprobs
-        elif edge == "B":
-            log_ratio = self.log_proximal - self.behavior_logprobs
-        else:
-            log_ratio = self.policy_logprobs - self.log_proximal
-        return torch.where(self.loss_mask, log_ratio, 0.0)
+        above = self.log_proximal if edge == "B" else self.policy_logprobs
+        below = self.log_proximal if edge == "U" else self.behavior_logprobs
+        both_zero = (above == -torch.inf) & (below == -torch.inf)
+        return torch.where(self.loss_mask & ~both_zero, above - below, 0.0)
 
     @property
     def log_proximal(self) -> Tensor:

@@ -54,14 +54,12 @@ class Estr:
         # Multiplied out: a division would make tau = inf and H = 0 special.
         bound = options.tau * (self.scale(columns) + options.eps)
         distance = delta.square()
-        spared = torch.zeros_like(columns.loss_mask)
+        spared = distance <= bound
         if options.side == "outward":
-            spared = delta * columns.advantages <= 0
+            spared = spared | (delta * columns.advantages <= 0)
         if options.mask == "hard":
-            keep = (spared | (distance <= bound)) & columns.loss_mask
-            return Verdict(keep, surrogate=self._surrogate)
-        weight = (1.0 - distance / bound).clamp(max=0.0).exp()
-        weight = torch.where(spared, 1.0, weight)
+            return Verdict(spared & columns.loss_mask, surrogate=self._surrogate)
+        weight = torch.where(spared, 1.0, (1.0 - distance / bound).exp())
         return Verdict(columns.loss_mask, weight, self._surrogate)
 
     def scale(self, columns: TokenColumns) -> Tensor:
