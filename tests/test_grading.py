@@ -183,15 +183,38 @@ def test_many_open_boxes_take_no_long_time() -> None:
         ("Answer:", None),
         ("The answer is 42", None),
         ("my reanswer: 3", None),
+        ("Answer: 5.", "5"),
+        ("Answer: **5**.", "5"),
+        ("**Answer: 5.**", "5"),
+        ("Answer: .5", ".5"),
+        ("Answer: 0.333...", "0.333..."),
+        ("The final answer:\nFinal answer is: 7", "7"),
+        ("Answer is **: 7", "7"),
     ],
 )
 def test_the_last_answer_line(text: str, said: str | None) -> None:
     assert last_answer_line(text) == said
 
 
+@pytest.mark.parametrize("gap", [" ", "*", " *"])
+def test_a_line_that_never_ends_takes_no_long_time(gap: str) -> None:
+    """Quadratic, it would be minutes."""
+    assert last_answer_line("answer" + gap * 200_000) is None
+    assert last_answer_line("answer" + gap * 200_000 + ": 5") == "5"
+
+
 @pytest.mark.parametrize(
     ("answer", "gold", "outcome"),
     [
+        (r"\frac1{2}", "0.5", 1.0),
+        (r"\frac{1}2", r"\frac{1}{2}", 1.0),
+        (r"-\frac 12", "-1/2", 1.0),
+        (r"\frac 1 2", "1/2", 1.0),
+        (r"\frac{11}2", "1/12", 0.0),
+        (r"\frac 1 23", "1/23", 0.0),
+        (r"\(5\)", "5", 1.0),
+        (r"\[ \frac{1}{2} \].", "0.5", 1.0),
+        (r"\(1\)2", "12", 0.0),
         (r"\frac{1}{2}", r"\frac{1}{3}", 0.0),
         (r"\frac{1}{2}", r"\frac{1}{2}", 1.0),
         (r"\dfrac12", "1/2", 1.0),

@@ -42,6 +42,16 @@ def task() -> MathTask:
         ("\\text{Evelyn}", "\\text{Evelyn}", True),
         ("(3, \\pi/2)", "\\left( 3, \\frac{\\pi}{2} \\right)", True),
         ("", "4", False),
+        ("5.", "5", True),
+        ("0.5.", "\\frac12", True),
+        ("(1,2).", "(1,2)", True),
+        ("x+1.", "x+1", True),
+        ("\\text{Evelyn}.", "\\text{Evelyn}", True),
+        ("10\\,000", "10000", True),
+        ("1\\;234\\;567", "1,234,567", True),
+        ("10\\,00", "1000", False),
+        ("1\\,0000", "10000", False),
+        (".5", "5", False),
     ],
 )
 def test_answers_are_compared_by_their_meaning(

@@ -35,7 +35,7 @@ _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
 _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*{)|\\.|(?P<open>{)|(?P<close>})", re.DOTALL)
 _ANSWER_LINE = re.compile(
-    r"^[^A-Za-z0-9\n]*(?:final\s+)?answer[^\S\n]*(?:is)?[*_`]*[^\S\n]*:(.*)$",
+    r"^[^A-Za-z0-9\n]*(?:final\s+)?answer(?:[^\S\n]*is)?(?:[^\S\n]|[*_`])*:(.*)$",
     re.IGNORECASE | re.MULTILINE,
 )
 
@@ -43,13 +43,14 @@ _ANSWER_LINE = re.compile(
 _DECORATION = re.compile(
     r"\\(?:left|right|displaystyle|[,;:!> ])(?![A-Za-z])|\\(?:mathrm|textbf|mathbf)(?={)|[$`]"
 )
+_MATH_MODE = re.compile(r"^\\[(\[]|\\[)\]]$")
 _UNIT = re.compile(
     r"(?:\s|\\[ ,;])*\\(?:text|mbox|mathrm)\s*{\s*[A-Za-z. ]+}(?:\^{?[0-9]}?)?$|"
     r"\^{?\\circ}?$|\\?%$|\\degree$"
 )
 _FRACTION = re.compile(
-    r"(?P<sign>-?)(?:\\[dtc]?frac{(?P<above>-?[0-9]+)}{(?P<below>-?[0-9]+)}"
-    r"|\\[dtc]?frac(?P<digit>[0-9])(?P<under>[0-9])"
+    r"(?P<sign>-?)(?:\\[dtc]?frac\s?(?:{(?P<above>-?[0-9]+)}|(?P<digit>[0-9]))"
+    r"\s?(?:{(?P<below>-?[0-9]+)}|(?P<under>[0-9]))"
     r"|(?P<over>[0-9]+)/(?P<divisor>[0-9]+))"
 )
 _LONGEST = 2000
@@ -113,8 +114,15 @@ def last_answer_line(text: str) -> str | None:
     lines = _ANSWER_LINE.findall(text)
     if not lines:
         return None
-    said = last_box(lines[-1]) or lines[-1].strip().strip("*_`").strip()
+    said = last_box(lines[-1]) or without_full_stop(lines[-1].strip().strip("*_`").strip())
     return said or None
+
+
+def without_full_stop(text: str) -> str:
+    """The text without the full stop that ends it, and without markdown before that."""
+    if not text.endswith(".") or text.endswith(".."):
+        return text
+    return text[:-1].rstrip().rstrip("*_`")
 
 
 def grade_answer(answer: str | None, gold: str) -> float:
@@ -217,7 +225,7 @@ def _exact(text: str) -> Fraction | None:
 def _bare(text: str) -> str:
     """The text without what only decorates it: unit, markdown, dollar signs, LaTeX spacing."""
     bare = _plain(text).replace("\\$", "$").strip().rstrip(".").strip("_")
-    while (shorter := _UNIT.sub("", bare.strip("$* "))) and shorter != bare:
+    while (shorter := _UNIT.sub("", _MATH_MODE.sub("", bare.strip("$* ")))) and shorter != bare:
         bare = shorter
     bare = _DECORATION.sub("", bare).replace("{,}", ",")
     bare = re.sub(r"\\(?:text|mbox)\s*{([^{}]*)}", r"\1", bare)

@@ -11,12 +11,16 @@ failure (GraderError: the rollout stays unscored and is counted), never a wrong 
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from functools import lru_cache
 from typing import Any
 
 from .errors import ConfigError, GraderError
+from .grading import without_full_stop
 from .killable import NoAnswer, Pool, serve
+
+_THOUSANDS = re.compile(r"(?<=[0-9])\\[,;:! ](?=[0-9]{3}(?![0-9]))")
 
 
 class MathVerifier:
@@ -62,10 +66,16 @@ def compare(answer: str, gold: str) -> bool:
     from math_verify import parse, verify
 
     read = [
-        parse(f"\\boxed{{{text}}}", parsing_timeout=None, raise_on_error=True)
+        parse(f"\\boxed{{{_readable(text)}}}", parsing_timeout=None, raise_on_error=True)
         for text in (gold, answer)
     ]
     return bool(verify(*read, timeout_seconds=None, raise_on_error=True))
+
+
+def _readable(text: str) -> str:
+    """Without what math-verify stumbles over: a full stop at the end, and thin spaces between
+    thousands ("10\\,000")."""
+    return _THOUSANDS.sub("", without_full_stop(text.strip()))
 
 
 def _answer(question: Any) -> bool:
