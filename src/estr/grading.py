@@ -31,6 +31,7 @@ _NUMBER = re.compile(
     r"[$€£]?\s?"
     r"(?P<digits>[0-9]+(?:,[0-9]+)*(?:\.[0-9]+)?|\.[0-9]+)"
 )
+_MINUS = dict.fromkeys(map(ord, "\N{MINUS SIGN}\N{EN DASH}\N{HYPHEN}\N{NON-BREAKING HYPHEN}"), "-")
 _GROUPED = re.compile(r"[0-9]{1,3}(?:,[0-9]{3})+(?:\.[0-9]+)?")
 
 _BRACE = re.compile(r"(?P<box>\\(?:boxed|fbox)\s*{)|\\.|(?P<open>{)|(?P<close>})", re.DOTALL)
@@ -195,7 +196,7 @@ GRADERS: Mapping[str, Grader] = MappingProxyType(
 
 
 def _plain(text: str) -> str:
-    return text.replace("\N{MINUS SIGN}", "-")
+    return text.translate(_MINUS)
 
 
 def _value(found: re.Match[str]) -> Decimal | None:
