@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from estr.corrections import TokenColumns, build_correction
+from estr.errors import ConfigError
 from estr.lab.experiments import rules as experiment
 from estr.lab.experiments.rules import decide, plan_of, qualifies
 from estr.lab.lab import Lab
@@ -120,9 +121,9 @@ def test_one_setting_of_a_rule_serves_all_cells():
 
 def test_nothing_is_confirmed_without_tuning():
     sweep = FakeSweep(lambda labels: 0.5)
-    report = experiment.run(Lab(sweep, only={"phase": ["confirm"]}))
+    with pytest.raises(ConfigError, match=r"leaves out all 684 .*phase is tune"):
+        experiment.run(Lab(sweep, only={"phase": ["confirm"]}))
     assert sweep.seen == []
-    assert report.claims == []
     only_tuned = experiment.run(Lab(sweep, only={"phase": ["tune"], "seed": ["0"]}))
     assert len(sweep.seen) == 342
     assert only_tuned.claims == []
@@ -199,6 +200,16 @@ def test_few_seeds_and_missing_regimes_decide_nothing():
     found = decide(partial, ["rule"], ["estr"])
     assert qualifies({regime: a for (regime, _), a in found.items()}) == "undecided"
     assert qualifies({}) == "not run"
+
+
+@pytest.mark.parametrize("part", [{"num_seeds": 5}, {"only": {"method": ["token_turn", "estr"]}}])
+def test_a_reduced_field_decides_nothing(part):
+    """One finalist far ahead of the one baseline that was left in."""
+    sweep = FakeSweep(lambda labels: 0.9 if labels["method"] == "token_turn" else 0.2)
+    report = experiment.run(Lab(sweep, **part))
+    answers = {claim.claim.split()[0]: claim.answer for claim in report.claims}
+    assert answers["token_turn"] == "undecided"
+    assert "a part of the runs decides nothing" in report.claims[0].why
 
 
 # The floor of tau

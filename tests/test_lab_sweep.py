@@ -161,9 +161,10 @@ def test_paired_differences_by_seed():
     pair = compare_seeds(method, dict.fromkeys(range(5, 15), 0.9))
     assert pair.num_pairs == 5
     assert pair.difference == pytest.approx(0.012)
-    assert 0.010 <= pair.low < pair.difference < pair.high <= 0.014
-    assert pair.p_non_inferior == pytest.approx(1 / 20_001)
-    assert pair.p_better == 1.0
+    # Differences .010 to .014: standard error .000707, 2.776 of them on either side; t = 59.4.
+    assert (pair.low, pair.high) == pytest.approx((0.010037, 0.013963), abs=1e-6)
+    assert pair.p_non_inferior == pytest.approx(2.4057e-7, rel=1e-3)
+    assert pair.p_better > 0.999
     assert compare_seeds(method, {0: 0.5}) is None
 
 
@@ -309,10 +310,12 @@ def test_every_experiment_reports_on_few_rows_and_on_none(name, tmp_path):
     module = find_experiment(name)
     for only in ({}, {"seed": ["nothing"]}):
         sweep = FakeSweep(lambda j: 0.5 + 0.01 * j.labels["seed"])
-        report = module.run(Lab(sweep, quick=True, only=only))
+        lab = Lab(sweep, quick=True, only=only)
+        lab.strict = False
+        report = module.run(lab)
         paths = write_report(name, report, tmp_path / name if only else tmp_path)
         assert all(path.stat().st_size for path in paths)
-        assert {c.answer for c in report.claims} <= {"not run", "undecided", "holds", "not here"}
+        assert {c.answer for c in report.claims} <= {"not run", "undecided"}
 
 
 def test_every_method_can_be_built():
@@ -327,10 +330,19 @@ def test_every_method_can_be_built():
 def test_verdicts_are_json(tmp_path):
     claim = Claim("it works", "yes", "no", "not here", "because")
     write_report(
-        "own", Report([{"job": "a", "measure": "m", "step": 1, "value": 1.0}], [claim]), tmp_path
+        "own",
+        Report(
+            [{"job": "a", "measure": "m", "step": 1, "value": 1.0}],
+            [claim],
+            {"all": [{"a": "x | y\nz"}]},
+        ),
+        tmp_path,
+        {"runs": 1},
     )
     kept = json.loads((tmp_path / "verdict.json").read_text())
     assert kept["claims"][0]["answer"] == "not here"
+    assert (kept["made"], kept["tables"]) == ({"runs": 1}, {"all": [{"a": "x | y\nz"}]})
+    assert "| x \\| y z |" in (tmp_path / "report.md").read_text()
     assert "| it works | yes | no | not here | because |" in (tmp_path / "report.md").read_text()
 
 

@@ -36,6 +36,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "metrics",
         "kl",
         "diagnostics",
+        "student",
         "scores",
         "ledger",
     ),

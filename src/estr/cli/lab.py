@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import datetime
+import re
+import shlex
 import sys
 import time
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +28,9 @@ if TYPE_CHECKING:
     "--only",
     multiple=True,
     metavar="LABEL=VALUE",
-    help="Leave out the runs with another value of this label; may be repeated.",
+    help="Leave out the runs with another value of this label, such as regime=M or method=tis; may "
+    "be repeated. Runs without the label, and the reference, stay. The result lies in a folder of "
+    "its own.",
 )
 @click.option(
     "--out",
@@ -38,7 +44,8 @@ if TYPE_CHECKING:
     "--recipe",
     metavar="RECIPE",
     help="With compare: on this recipe's model and task, by `estr train`, one run at a time; a "
-    "file, or a shipped recipe by name. 3 seeds unless --seeds says otherwise.",
+    "file, or a shipped recipe by name. Up to 8 trainings for each seed, 3 seeds unless --seeds "
+    "says otherwise.",
 )
 @click.option(
     "--set",
@@ -76,8 +83,7 @@ def lab(
     from ..lab.progress import SweepProgress
     from ..lab.sweep import Sweep
 
-    experiment = find_experiment(name)
-    run = experiment.run
+    run = find_experiment(name).run
     if recipe is not None:
         own, run = _on_recipe(name, quick, recipe, overrides)
         # Each such run is several processes, as fast as the machine; two at once would share it.
@@ -85,18 +91,58 @@ def lab(
     elif overrides:
         raise ConfigError("--set changes a recipe, and there is none; name one with --recipe")
     started = time.monotonic()
+    folder = out / "-".join([name, *(["quick"] if quick else []), *_part(only, overrides)])
+    _make(folder)
     with SweepProgress(sys.stderr) as progress:
-        sweep = Sweep(out, processes=jobs, progress=progress)
-        report = run(Lab(sweep, quick=quick, num_seeds=seeds, only=_only(only)))
-    folder = out / f"{name}-quick" if quick else out / name
-    folder.mkdir(parents=True, exist_ok=True)
-    paths = write_report(name, report, folder)
+        bench = Lab(
+            Sweep(out, processes=jobs, progress=progress),
+            quick=quick,
+            num_seeds=seeds,
+            only=_only(only),
+        )
+        report = run(bench)
+    bench.only.check()
     for claim in report.claims:
         click.echo(f"{claim.answer:<10} {claim.claim}")
         published = f"; published: {claim.published}" if claim.published else ""
         click.echo(f"{'':<10} here: {claim.measured or 'nothing'}{published}")
     click.echo(f"wall time  {time.monotonic() - started:.0f} s")
+    paths = write_report(name, report, folder, _made(report))
     click.echo(f"results    {', '.join(map(str, paths))}")
+
+
+def _part(only: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
+    """What a part of an experiment adds to the name of its folder, so that it does not take the
+    place of the whole."""
+    words = "_".join((*only, *overrides))
+    if not words:
+        return []
+    plain = re.sub(r"[^\w.=+-]+", "-", words)
+    return [plain if len(plain) <= 80 else f"{plain[:80]}-{zlib.crc32(words.encode()):08x}"]
+
+
+def _make(folder: Path) -> None:
+    """Before anything is computed, so that nothing is computed that cannot be kept."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the folder {folder} cannot be made: {error.strerror}; choose another --out"
+        ) from error
+
+
+def _made(report: Report) -> dict[str, str | int]:
+    """Where a report comes from."""
+    from .. import __version__
+    from ..bench import machine
+
+    return {
+        "command": shlex.join(["estr", *sys.argv[1:]]),
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "estr": __version__,
+        "machine": machine(),
+        "runs": len({row["job"] for row in report.rows}),
+    }
 
 
 def _on_recipe(
@@ -113,6 +159,11 @@ def _on_recipe(
             "--set steps=20"
         )
     found = load_recipe(find_recipe(recipe), overrides)
+    if any(word.partition("=")[0].strip() == "seed" for word in overrides):
+        raise ConfigError(
+            "--set seed=... would change nothing: every method runs on the seeds 10, 11, ...; "
+            "--seeds says on how many"
+        )
     return found.name, lambda lab: compare_recipe(lab, found)
 
 

@@ -28,8 +28,17 @@ from .sweep import Job
 from .table import Row
 
 REGIME = "own"
-METHODS = ("none", "icepop", "dppo", "estr", "estr_sequence")
-"""At their defaults; the recipe's own correction comes beside them as OWN."""
+METHODS: Mapping[str, int] = {
+    "none": 0,
+    "icepop": 1,
+    "tis": 1,
+    "dppo": 2,
+    "estr": 0,
+    "estr_sequence": 0,
+}
+"""Which setting of its grid stands for each: nothing is tuned on one's own model, and these did
+best under lag (docs/lab/which-correction.md), but for `estr`, which stands at its default. The
+recipe's own correction comes beside them as OWN."""
 OWN = "recipe"
 NUM_SEEDS = 3
 
@@ -44,12 +53,24 @@ def compare_recipe(lab: Lab, recipe: Recipe) -> Report:
     }
     draw = functools.partial(figures.dots, panels, ylabel="held-out accuracy at the end")
     title = f"{recipe.name}, {recipe.steps} steps"
-    return Report(rows, claims(found), {title: standing_lines(found, {})}, draw if panels else None)
+    lines = standing_lines(found, {})
+    told = {name: as_text(entries) for name, entries in corrections(recipe).items()}
+    for line in lines:
+        line["chosen"] = told[line["method"]]
+    return Report(rows, claims(found), {title: lines}, draw if panels else None)
+
+
+def as_text(entries: Corrections) -> str:
+    """Corrections in one line, as a table of TOML has them but for quotes."""
+    return " + ".join(
+        " ".join([str(entry["name"]), *(f"{k}={v}" for k, v in entry.items() if k != "name")])
+        for entry in entries
+    )
 
 
 def corrections(recipe: Recipe) -> dict[str, Corrections]:
     """By method; OWN only where the recipe's is none of the others."""
-    found = {name: ALL_METHODS[name].default[1] for name in METHODS}
+    found = {name: ALL_METHODS[name].variants[i][1] for name, i in METHODS.items()}
     own = tuple(dict(entry) for entry in recipe.correction)
     return found if own in found.values() else {**found, OWN: own}
 

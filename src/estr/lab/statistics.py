@@ -1,13 +1,14 @@
 """Paired comparisons over seeds, and what may be said after them.
 
-Differences are paired by seed: two methods with one seed met the same problems and uniforms. Seeds
-are drawn anew (bootstrap), never single problems, since what is claimed is about training runs.
+Differences are paired by seed: two methods with one seed met the same problems and uniforms. The
+seed is the unit, never the single problem, since what is claimed is about training runs; so few of
+them want Student's t, for a percentile bootstrap of five is too narrow by half.
 
     non-inferior   the lower bound of the difference lies above -MARGIN
     better         ... above +MARGIN
     inferior       the upper bound lies below -MARGIN
 
-Bounds are the ends of the two-sided 95 % interval (ALPHA on each side); over a family of
+Bounds are the ends of Student's two-sided 95 % interval (ALPHA on each side); over a family of
 comparisons each of the three is Holm-corrected. With fewer than MIN_PAIRS seeds nothing is decided.
 """
 
@@ -16,30 +17,25 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 from typing import Literal
 
-import numpy as np
-import numpy.typing as npt
-
-from ..scores import bootstrap_intervals
+from ..student import mean_interval, p_at_most
 
 MARGIN = 0.03
 ALPHA = 0.025
 MIN_PAIRS = 5
 
-_NUM_RESAMPLES = 20_000
-
 Judgement = Literal["better", "non-inferior", "inferior", "undecided", "too few seeds"]
 Answer = Literal["holds", "in part", "not here", "undecided", "not run"]
-Float64Array = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
 class Paired:
     """One method against a reference, accuracy in [0, 1].
 
-    difference: mean over the shared seeds, method - reference; low, high: its 95 % bootstrap
-    interval, NaN of a single seed; p_*: one-sided bootstrap p-values, before any correction."""
+    difference: mean over the shared seeds, method - reference; low, high: its 95 %
+    interval, NaN of a single seed; p_*: one-sided p-values, before any correction."""
 
     num_pairs: int
     difference: float
@@ -55,30 +51,25 @@ class Paired:
 
 
 def compare_seeds(method: Mapping[int, float], reference: Mapping[int, float]) -> Paired | None:
-    """method, reference: seed -> accuracy. None where they share no seed."""
+    """method, reference: seed -> accuracy. None where they share no seed. Raises ValueError for one
+    that is not finite: it would win every comparison."""
     seeds = sorted(method.keys() & reference.keys())
     if not seeds:
         return None
-    differences = np.array([method[seed] - reference[seed] for seed in seeds])
-    interval = (math.nan, math.nan)
-    if len(seeds) > 1:
-        (interval,) = bootstrap_intervals(differences[:, None], seed=0)
-    rng = np.random.default_rng(0)
-    drawn = rng.integers(0, len(seeds), (_NUM_RESAMPLES, len(seeds)))
-    means = differences[drawn].mean(axis=1)
+    differences = [method[seed] - reference[seed] for seed in seeds]
+    if not all(map(math.isfinite, differences)):
+        raise ValueError(f"an accuracy of the seeds {seeds} is not finite: {differences}")
+    interval = mean_interval(differences)
+    if interval is None:
+        return Paired(1, differences[0], math.nan, math.nan, 1.0, 1.0, 1.0)
     return Paired(
         len(seeds),
-        float(differences.mean()),
+        fmean(differences),
         *interval,
-        p_non_inferior=_share(means <= -MARGIN),
-        p_better=_share(means <= MARGIN),
-        p_inferior=_share(means >= -MARGIN),
+        p_non_inferior=p_at_most(differences, -MARGIN),
+        p_better=p_at_most(differences, MARGIN),
+        p_inferior=p_at_most([-difference for difference in differences], MARGIN),
     )
-
-
-def _share(hits: npt.NDArray[np.bool_]) -> float:
-    """A bootstrap p-value is never 0: the observed sample counts as one of them."""
-    return (float(hits.sum()) + 1.0) / (len(hits) + 1.0)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

@@ -8,6 +8,7 @@ Labels are whatever the experiment says of its jobs; a column exists where some 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,12 @@ def write_table(rows: Sequence[Row], path: Path) -> None:
     names = list(dict.fromkeys(name for row in rows for name in row))
     table = pyarrow.table({name: [row.get(name) for row in rows] for name in names})
     path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}")
-    parquet.write_table(table, aside, compression="zstd")
-    aside.replace(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        parquet.write_table(table, aside, compression="zstd")
+        aside.replace(path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def read_table(path: Path) -> list[Row]:

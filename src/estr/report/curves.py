@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
+from .. import student
 from ..scores import Interval
 
 Record = Mapping[str, Any]
@@ -29,12 +30,6 @@ SERIES = (
 """Metrics that the page draws; the meaning of each is in docs/metrics.md."""
 
 _SUMMED = ("eligible_tokens", "num_", "nonfinite", "skipped_", "status/")
-
-_STUDENT = (
-    12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228,
-    2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
-)  # fmt: skip
-"""The 0.975 quantiles of Student's t, of 1 to 20 degrees of freedom."""
 
 _NORMAL = 1.959964
 
@@ -136,12 +131,7 @@ def mean_interval(values: Sequence[float]) -> tuple[float, Interval] | None:
     if not values:
         return None
     mean = fmean(values)
-    if len(values) == 1:
-        return mean, (mean, mean)
-    freedom = len(values) - 1
-    quantile = _STUDENT[freedom - 1] if freedom <= len(_STUDENT) else _STUDENT[-1]
-    half = quantile * stdev(values) / math.sqrt(len(values))
-    return mean, (mean - half, mean + half)
+    return mean, student.mean_interval(values) or (mean, mean)
 
 
 def wilson_interval(share: float, number: float) -> Interval:

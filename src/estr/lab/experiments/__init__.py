@@ -3,6 +3,7 @@ and a line below."""
 
 from __future__ import annotations
 
+import difflib
 import importlib
 from typing import Any
 
@@ -27,5 +28,8 @@ EXPERIMENTS: dict[str, str] = {
 def find_experiment(name: str) -> Any:
     """The module of an experiment. Raises ConfigError naming those that there are."""
     if name not in EXPERIMENTS:
-        raise ConfigError(f"there is no experiment {name!r}; known: {', '.join(EXPERIMENTS)}")
+        near = difflib.get_close_matches(name, EXPERIMENTS, n=1)
+        meant = f"did you mean {near[0]}? " if near else ""
+        known = ", ".join(EXPERIMENTS)
+        raise ConfigError(f"there is no experiment {name!r}; {meant}known: {known}")
     return importlib.import_module(f"{__name__}.{name}")

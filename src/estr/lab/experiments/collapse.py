@@ -12,7 +12,7 @@ from ..lab import Claim, Lab, Report
 from ..methods import ALL_METHODS, REGIMES
 from ..protocol import Choice, cell_jobs
 from ..rules import RATES
-from ..statistics import Answer
+from ..statistics import MIN_PAIRS, Answer
 from ..sweep import Job
 from ..table import Row
 
@@ -70,13 +70,15 @@ def claim(name: str, runs: Sequence[RunCurves]) -> Claim:
             f"{early} of {found.collapsed} collapses by {LEAD} steps or more, "
             f"{found.false_alarms} of {found.healthy} healthy runs for nothing"
         )
-        answer = "holds" if early >= USEFUL * found.collapsed else "not here"
+        if min(found.collapsed, found.healthy) >= MIN_PAIRS:
+            answer = "holds" if early >= USEFUL * found.collapsed else "not here"
     return Claim(
         f"{name} warns of a collapse",
         "",
         measured,
         answer,
-        f"at least {USEFUL:.0%} of the collapses {LEAD} steps before; runs of the other seeds",
+        f"at least {USEFUL:.0%} of the collapses {LEAD} steps before; runs of the other seeds; "
+        f"{MIN_PAIRS} collapses and {MIN_PAIRS} healthy runs at least",
     )
 
 

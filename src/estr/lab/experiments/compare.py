@@ -18,7 +18,7 @@ from ..protocol import (
     standings,
     tune,
 )
-from ..statistics import MARGIN, answer, compare_seeds, is_better, judge
+from ..statistics import MARGIN, MIN_PAIRS, answer, compare_seeds, is_better, judge
 
 TITLE = "methods in four regimes against synchronous training"
 
@@ -32,11 +32,6 @@ def run(lab: Lab) -> Report:
         (regime, method): (regimes[regime], ALL_METHODS[method])
         for regime in (("M", "D") if lab.quick else REGIMES)
         for method in (METHODS if lab.quick else ALL_METHODS)
-    }
-    cells = {
-        cell: its
-        for cell, its in cells.items()
-        if cell == SYNC_CELL or (lab.wants("regime", cell[0]) and lab.wants("method", cell[1]))
     }
     rows, chosen = tune(lab, cells)
     rows = [*rows, *judged(lab, cells, chosen)]
@@ -135,7 +130,8 @@ def _masks(found: Mapping[Cell, Standing], regimes: list[str]) -> str:
 
 
 def _masks_less(found: Mapping[Cell, Standing], regime: str) -> bool | None:
-    if any((regime, name) not in found for name in ("estr", *FIXED)):
+    cells = [found.get((regime, name)) for name in ("estr", *FIXED)]
+    if any(cell is None or len(cell.accuracy) < MIN_PAIRS for cell in cells):
         return None
     own = found[regime, "estr"].rho_mask
     return all(found[regime, name].rho_mask >= 10 * own for name in FIXED)

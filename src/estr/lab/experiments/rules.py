@@ -10,7 +10,7 @@ from statistics import fmean
 
 from .. import figures
 from ..lab import Claim, Lab, Report
-from ..methods import REGIMES, SYNC
+from ..methods import JUDGE_SEEDS, REGIMES, SYNC
 from ..protocol import Cell, Choice, cell_jobs
 from ..rules import (
     BASELINES,
@@ -66,7 +66,7 @@ def run(lab: Lab) -> Report:
         rows = lab.run(tune_jobs(lab))
         found = scores(rows)
         plan = plan_of(found)
-    if lab.wants("phase", "confirm"):
+    if lab.only.wants("phase", "confirm"):
         rows += lab.run(confirm_jobs(lab, plan))
     confirmed = [row for row in rows if row.get("phase") == "confirm"]
     accuracy = by_seed(last_values(confirmed, "accuracy", "regime", "method", "seed"))
@@ -74,9 +74,10 @@ def run(lab: Lab) -> Report:
     panels: dict[str, dict[str, list[float]]] = {}
     for (regime, method), values in accuracy.items():
         panels.setdefault(regime, {})[method] = list(values.values())
+    whole = len(lab.judge_seeds) == len(JUDGE_SEEDS) and set(lab.only.labels) <= {"phase"}
     return Report(
         rows,
-        claims(decisions),
+        claims(decisions, whole and not lab.quick),
         {
             "tuning": tuning_lines(found),
             "confirmation": confirmation_lines(confirmed, accuracy, plan),
@@ -205,11 +206,12 @@ def decide(
     }
 
 
-def qualifies(own: Mapping[str, Against]) -> Answer:
-    """Of one finalist, by regime. holds: non-inferior to the best baseline in all regimes, better
+def qualifies(own: Mapping[str, Against], whole: bool = True) -> Answer:
+    """Of one finalist, by regime. whole: all baselines, seeds and settings took part; against fewer
+    nothing is decided. holds: non-inferior to the best baseline in all regimes, better
     than the paper's ESTR in BETTER_IN of them; not here: worse than the margin somewhere, with
     certainty, or not better in enough of them whatever more seeds would say; else undecided."""
-    if set(own) != set(CONFIRM_REGIMES):
+    if not whole or set(own) != set(CONFIRM_REGIMES):
         return "undecided" if own else "not run"
     sound = all(a.not_inferior in ("better", "non-inferior") for a in own.values())
     if sound and sum(a.better == "better" for a in own.values()) >= BETTER_IN:
@@ -220,8 +222,9 @@ def qualifies(own: Mapping[str, Against]) -> Answer:
     return "not here" if enough and (inferior or possible < BETTER_IN) else "undecided"
 
 
-def claims(decisions: Mapping[Cell, Against]) -> list[Claim]:
+def claims(decisions: Mapping[Cell, Against], whole: bool = True) -> list[Claim]:
     found = []
+    part = "" if whole else "; a part of the runs decides nothing"
     for name in dict.fromkeys(name for _, name in decisions):
         own = {regime: a for (regime, its), a in decisions.items() if its == name}
         told = [
@@ -234,9 +237,9 @@ def claims(decisions: Mapping[Cell, Against]) -> list[Claim]:
                 f"{name} qualifies as the recommended default",
                 "",
                 "; ".join(told),
-                qualifies(own),
+                qualifies(own, whole),
                 f"by {MARGIN:g} non-inferior to the best baseline in every regime, better than "
-                f"estr in {BETTER_IN}; docs/lab/rules.md",
+                f"estr in {BETTER_IN}; docs/lab/rules.md{part}",
             )
         )
     return found

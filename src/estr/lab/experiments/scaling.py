@@ -14,7 +14,7 @@ from ..fits import Tail
 from ..lab import Claim, Lab, Report
 from ..moments import Floats
 from ..noise_statistics import FEWEST, Found, Interval, Pools, Sums, measured, pooled, tails
-from ..statistics import Answer, answer, with_interval
+from ..statistics import MIN_PAIRS, Answer, answer, with_interval
 from ..sweep import Job
 from ..token_noise import ENTROPY_EDGES, PROBABILITY_EDGES, SPLIT
 
@@ -160,7 +160,8 @@ def run(lab: Lab) -> Report:
         slope=1.0,
     )
     found, laws = measured(pools), all_tails(pools)
-    return Report(rows, claims(found, laws), tables(pools, found, laws), draw if panels else None)
+    made = [*claims(found), _gaussian_tails(laws, len(lab.judge_seeds) >= MIN_PAIRS)]
+    return Report(rows, made, tables(pools, found, laws), draw if panels else None)
 
 
 def _points(sums: Sums) -> tuple[list[float], list[float]]:
@@ -183,10 +184,10 @@ def _told(value: float, interval: Interval) -> str:
     return with_interval(value, *interval, ".3g")
 
 
-def claims(found: Found, laws: Laws) -> list[Claim]:
+def claims(found: Found) -> list[Claim]:
     """Each is answered for every task and source; an interval that lies neither inside nor outside
     of what a claim asks for leaves it open there."""
-    made = [
+    return [
         Claim(
             asked.claim,
             asked.published,
@@ -196,10 +197,10 @@ def claims(found: Found, laws: Laws) -> list[Claim]:
         )
         for asked in ASKED
     ]
-    return [*made, _gaussian_tails(laws)]
 
 
-def _gaussian_tails(laws: Laws) -> Claim:
+def _gaussian_tails(laws: Laws, enough: bool) -> Claim:
+    """enough: there are seeds to decide it on; a best law has no interval that would say so."""
     gaussian = {
         " ".join(cell): all(tail.best == "gaussian" for tail in own.values()) if own else None
         for (*cell, where), own in laws.items()
@@ -210,7 +211,7 @@ def _gaussian_tails(laws: Laws) -> Claim:
         "both tails of z fall like a Gaussian's (our noise model)",
         "",
         f"best of three laws for both tails in {count} of {len(gaussian)}" if gaussian else "",
-        answer(gaussian),
+        answer(gaussian if enough else dict.fromkeys(gaussian)),
         f"H >= {SPLIT:g}; R2 of log P(abs z > x) over x^2, x and log x",
     )
 
