@@ -57,6 +57,7 @@ class EvaluatorProcess:
             return results
         finally:
             asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
 
     async def export(self, folder: Path) -> None:
         """The weights evaluated last as a Hugging Face folder."""
