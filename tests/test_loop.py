@@ -23,7 +23,7 @@ from estr.errors import (
     WeightsError,
 )
 from estr.evaluation_result import EvalResult
-from estr.evaluations import Accuracy
+from estr.evaluations import Accuracy, Evaluations
 from estr.group_endings import MORE_FAILURES
 from estr.loop import Instruments, Loop
 from estr.metrics import read_metrics
@@ -353,6 +353,45 @@ async def test_stop_saves_a_checkpoint_and_resume_trains_each_group_once(tmp_pat
     consumed = trainer.consumed + second.consumed
     assert again.step == 30
     assert sorted(consumed) == list(range(60)), "each group exactly once"
+
+
+class EndlessEvaluator:
+    """An EvaluatorClient that is still at work when all steps are made."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+
+    async def evaluate(self, version: int, num_problems: int) -> list[EvalResult]:
+        self.began.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def export(self, folder: Path) -> None: ...
+
+
+async def test_a_stop_while_the_last_evaluation_is_waited_for_saves_all_steps(
+    tmp_path: Path,
+) -> None:
+    the_recipe = recipe(steps=4, eval={"every": 3})
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    evaluator = EndlessEvaluator()
+    loop, trainer = build(
+        tmp_path,
+        the_recipe,
+        checkpoints=checkpoints,
+        evaluations=Evaluations(the_recipe.eval, evaluator),
+    )
+    running = asyncio.create_task(finish(loop))
+    await evaluator.began.wait()
+    while trainer.step < 4:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert not running.done(), "the evaluation is waited for"
+    loop.stop()
+    with pytest.raises(Interrupted, match="stopped after step 4 of 4"):
+        await running
+    _, state, _ = checkpoints.newest()
+    assert state["step"] == 4
 
 
 class HardTask(CoinTask):
