@@ -24,6 +24,7 @@ from estr.run import train
 from estr.run_folder import RunFolder
 from estr.runs import first_difference, verify_run
 from estr.schedule import ENGINE_FILE, LOOP_FILE, EventLog, Position
+from estr.types import RolloutId
 from ledger_cases import write_random_ledger
 
 Harm = Callable[[Path], object]
@@ -179,6 +180,14 @@ def test_a_finished_run_that_goes_on_is_not_finished_until_its_new_end(tmp_path:
     set_aside(saved(folder, "steps=5", accept=True), folder, longer)
     assert not folder.is_finished()
     assert (folder.path / "summary.previous.json").read_text() == "{}"
+
+
+def test_an_engine_waits_only_for_what_goes_on(tmp_path: Path) -> None:
+    gone, coming = RolloutId(0, 1, 0, 0), RolloutId(0, 2, 0, 0)
+    engine = Position(7, 9, 5, running=(gone, coming)).pack()
+    found = Saved(tmp_path, {"engine": engine}).position({coming})
+    assert found == Position(7, 9, 5, running=(coming,))
+    assert Saved(tmp_path, {"engine": None}).position({coming}) is None
 
 
 def test_what_is_missing_of_the_metrics_is_told(tmp_path: Path) -> None:

@@ -102,6 +102,16 @@ def assert_same(found: dict[RolloutId, Segment], expected: dict[RolloutId, Segme
             assert mine.tobytes() == theirs.tobytes(), (rollout_id, column)
 
 
+def test_a_checkpoint_before_all_have_come_back_still_waits_for_them(tmp_path: Path) -> None:
+    _, position, _ = record(tmp_path / "a.jsonl")
+    resumed = engine(tmp_path / "a.jsonl")
+    resumed.begin(position)
+    resumed.request_refill()
+    taken = resumed.take_refill()
+    assert taken is not None
+    assert taken[0].running == position.running != ()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_replay_is_equal_to_the_bit_whatever_the_timing(tmp_path: Path, seed: int) -> None:
     expected, _, _ = record(tmp_path / "a.jsonl")

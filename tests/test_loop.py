@@ -394,6 +394,36 @@ async def test_a_stop_while_the_last_evaluation_is_waited_for_saves_all_steps(
     assert state["step"] == 4
 
 
+async def test_what_goes_on_after_a_resume_is_what_had_not_ended(tmp_path: Path) -> None:
+    """An engine that follows a schedule waits for these; for others it would wait for ever."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    slow = CoinTask(make=lambda index: ScriptedEnvironment("12", [Reply(outcome=1.0)]))
+    engine = ScriptedEngine(lambda request: [1, 2, STOP], token_s=0.001)
+    reporter = StopAt(step=2)
+    loop, _ = build(
+        tmp_path,
+        recipe(steps=30),
+        engine=engine,
+        task=slow,
+        checkpoints=checkpoints,
+        reporter=reporter,
+    )
+    reporter.loop = loop
+    with pytest.raises(Interrupted):
+        await finish(loop)
+    saved, state, _ = checkpoints.newest()
+    running = {g["id"] for g in state["groups"]["outstanding"] if g["state"] == "running"}
+
+    same, _ = build(tmp_path / "same", recipe(steps=30))
+    same.restore(state, saved_columns(saved))
+    assert {rollout_id.group for rollout_id in same.under_way()} == running != set()
+    other, _ = build(tmp_path / "other", recipe(steps=30, groups_per_step=1, max_staleness=0))
+    other.restore(state, saved_columns(saved))
+    assert other.under_way() == set(), "all groups are begun anew"
+    for each in (same, other):
+        each.writer.close()
+
+
 class HardTask(CoinTask):
     """Every other problem is solved by nobody."""
 

@@ -390,3 +390,7 @@ class Loop:
         self.totals.merge(Metrics.from_state(state["totals"]))
         self.evaluations.found = [Accuracy(*entry) for entry in state["accuracies"]]
         self.metrics.wall_s = state["wall_s"]
+
+    def under_way(self) -> set[RolloutId]:
+        """The rollouts that go on as soon as the run does."""
+        return {rollout_id for rollout_id, member in self._members if member.trajectory is None}

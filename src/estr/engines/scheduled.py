@@ -138,7 +138,8 @@ class ScheduledEngine(LocalEngine):
         self._write("refill")
         self.drop_caches()
         lines, crc = (self._log.num_lines, self._log.crc) if self._log is not None else (0, 0)
-        running = tuple(row.request.id for row in self._rows)
+        # Of a checkpoint that is gone on from, those that have not all come yet.
+        running = self._restoring or tuple(row.request.id for row in self._rows)
         position = Position(self.at, lines, crc, self._planned, running)
         self._at_refill = (position, self.snapshot())
 
