@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -180,6 +182,35 @@ def test_a_finished_run_that_goes_on_is_not_finished_until_its_new_end(tmp_path:
     set_aside(saved(folder, "steps=5", accept=True), folder, longer)
     assert not folder.is_finished()
     assert (folder.path / "summary.previous.json").read_text() == "{}"
+
+
+async def test_rollouts_go_on_while_a_checkpoint_is_read_again(tmp_path: Path) -> None:
+    """A pipe stands for a large file: to read it takes until somebody writes."""
+    pipe = tmp_path / ".writing-step-00000001" / "model.safetensors"
+    rescued = threading.Event()
+
+    def write_nothing() -> None:
+        pipe.open("wb").close()
+
+    def rescue() -> None:
+        rescued.set()
+        write_nothing()
+
+    async def save_much(folder: Path) -> None:
+        await save_nothing(folder)
+        os.mkfifo(pipe)
+
+    columns = SegmentPool().columns()
+    late = threading.Timer(30, rescue)
+    late.start()
+    writing = asyncio.create_task(Checkpoints(tmp_path).write(1, {"step": 1}, columns, save_much))
+    while not pipe.exists() and not rescued.is_set():
+        await asyncio.sleep(0.01)
+    if not rescued.is_set():
+        await asyncio.to_thread(write_nothing)
+        late.cancel()
+    assert (await writing).name == "step-00000001"
+    assert not rescued.is_set()
 
 
 def test_an_engine_waits_only_for_what_goes_on(tmp_path: Path) -> None:
