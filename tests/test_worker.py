@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from estr.calls import Calls, Message
 from estr.errors import EngineError, WorkerDied, WorkerError
 from estr.evaluator_process import EvaluatorProcess
 from estr.worker import Worker, last_lines, torch_settings
@@ -97,6 +98,31 @@ async def test_a_close_that_is_interrupted_ends_the_process_no_less() -> None:
         os.kill(worker.pid, 0)
     with pytest.raises(WorkerDied):
         await asleep
+
+
+class Patient(Calls):
+    """Answers at once, and remembers how long it could have taken."""
+
+    place = "here"
+
+    def __init__(self) -> None:
+        super().__init__("evaluator")
+        self.limits: dict[str, float | None] = {}
+
+    async def call(self, method: str, *args: object, timeout_s: float | None) -> object:
+        self.limits[method] = timeout_s
+        await asyncio.sleep(1.5 if method == "evaluate" else 0)
+        return []
+
+    def _transmit(self, frame: list[Message]) -> None: ...
+
+    async def close(self, timeout_s: float = 5.0) -> None: ...
+
+
+async def test_an_evaluation_takes_as_long_as_it_takes_while_its_process_answers() -> None:
+    worker = Patient()
+    assert await EvaluatorProcess(worker, k=1, timeout_s=7.0).evaluate(3, 8) == []
+    assert worker.limits == {"evaluate": None, "num_waiting": 7.0}
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="there are no real-time signals")
