@@ -213,6 +213,21 @@ async def test_rollouts_go_on_while_a_checkpoint_is_read_again(tmp_path: Path) -
     assert not rescued.is_set()
 
 
+def test_what_a_kill_left_half_written_is_removed_when_the_run_goes_on(tmp_path: Path) -> None:
+    """A checkpoint of that step may never be written again; the best model was to be replaced."""
+    folder = make_run(tmp_path)
+    left = folder.checkpoints / ".writing-step-00000099"
+    models = {name: folder.path / "model" / name for name in (".best.7", ".best.7.old", ".last.7")}
+    for each in (left, *models.values(), folder.model_last):
+        each.mkdir(parents=True)
+        (each / "model.safetensors").write_text(each.name)
+    set_aside(saved(folder), folder, folder.recipe())
+    assert not left.exists()
+    assert sorted(path.name for path in (folder.path / "model").iterdir()) == ["best", "last"]
+    assert (folder.model_best / "model.safetensors").read_text() == ".best.7.old"
+    assert (folder.model_last / "model.safetensors").read_text() == "last"
+
+
 def test_an_engine_waits_only_for_what_goes_on(tmp_path: Path) -> None:
     gone, coming = RolloutId(0, 1, 0, 0), RolloutId(0, 2, 0, 0)
     engine = Position(7, 9, 5, running=(gone, coming)).pack()

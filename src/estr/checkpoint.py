@@ -89,7 +89,9 @@ class Checkpoints:
 
     def supersede_after(self, folder: Path) -> None:
         """A run goes on from the checkpoint in `folder`: later ones, which were passed over, are
-        renamed so that nothing takes them for its own."""
+        renamed so that nothing takes them for its own. What a kill left half written goes."""
+        for torn in self.folder.glob(f"{_ASIDE}*"):
+            shutil.rmtree(torn, ignore_errors=True)
         for later in self.complete():
             if later.name > folder.name:
                 later.rename(_free_name(self.folder / f"{_PASSED}{later.name}"))

@@ -19,6 +19,7 @@ from .errors import CheckpointError, ConfigError, DataError
 from .ledger import missing_parts
 from .ledger import supersede_after as supersede_ledger_after
 from .metrics import missing_steps, supersede_after
+from .models import tidy_models
 from .options.tasks import title
 from .run_folder import RunFolder
 from .schedule import ENGINE_FILE, LOOP_FILE, Position, require_lines
@@ -95,6 +96,7 @@ def set_aside(saved: Saved, folder: RunFolder, recipe: Recipe) -> None:
         folder.update_recipe(recipe)
     folder.set_summary_aside()
     Checkpoints(folder.checkpoints).supersede_after(saved.folder)
+    tidy_models(folder.model_best.parent)
     supersede_after(folder.path, saved.state["step"])
     supersede_ledger_after(folder.path, saved.state["step"])
 
