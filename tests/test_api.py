@@ -215,6 +215,18 @@ def test_ctrl_c_reaches_the_work_in_a_script() -> None:
     assert stops == [threading.main_thread().name]
 
 
+def test_the_handlers_of_the_program_are_its_own_again_afterwards() -> None:
+    def own(number: int, frame: object) -> None: ...
+
+    before = [signal.signal(number, own) for number in blocking.SIGNALS]
+    try:
+        assert blocking.run(lambda: _interrupted([])) == "stopped"
+        assert [signal.getsignal(number) for number in blocking.SIGNALS] == [own, own]
+    finally:
+        for number, handler in zip(blocking.SIGNALS, before, strict=True):
+            signal.signal(number, handler)
+
+
 async def test_ctrl_c_reaches_the_work_under_a_running_loop() -> None:
     stops: list[str] = []
     before = signal.getsignal(signal.SIGINT)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -24,6 +26,7 @@ from estr.run import train
 from estr.run_folder import RunFolder
 from estr.runs import first_difference, verify_run
 from estr.schedule import ENGINE_FILE, LOOP_FILE, EventLog, Position
+from estr.types import RolloutId
 from ledger_cases import write_random_ledger
 
 Harm = Callable[[Path], object]
@@ -179,6 +182,58 @@ def test_a_finished_run_that_goes_on_is_not_finished_until_its_new_end(tmp_path:
     set_aside(saved(folder, "steps=5", accept=True), folder, longer)
     assert not folder.is_finished()
     assert (folder.path / "summary.previous.json").read_text() == "{}"
+
+
+async def test_rollouts_go_on_while_a_checkpoint_is_read_again(tmp_path: Path) -> None:
+    """A pipe stands for a large file: to read it takes until somebody writes."""
+    pipe = tmp_path / ".writing-step-00000001" / "model.safetensors"
+    rescued = threading.Event()
+
+    def write_nothing() -> None:
+        pipe.open("wb").close()
+
+    def rescue() -> None:
+        rescued.set()
+        write_nothing()
+
+    async def save_much(folder: Path) -> None:
+        await save_nothing(folder)
+        os.mkfifo(pipe)
+
+    columns = SegmentPool().columns()
+    late = threading.Timer(30, rescue)
+    late.start()
+    writing = asyncio.create_task(Checkpoints(tmp_path).write(1, {"step": 1}, columns, save_much))
+    while not pipe.exists() and not rescued.is_set():
+        await asyncio.sleep(0.01)
+    if not rescued.is_set():
+        await asyncio.to_thread(write_nothing)
+        late.cancel()
+    assert (await writing).name == "step-00000001"
+    assert not rescued.is_set()
+
+
+def test_what_a_kill_left_half_written_is_removed_when_the_run_goes_on(tmp_path: Path) -> None:
+    """A checkpoint of that step may never be written again; the best model was to be replaced."""
+    folder = make_run(tmp_path)
+    left = folder.checkpoints / ".writing-step-00000099"
+    models = {name: folder.path / "model" / name for name in (".best.7", ".best.7.old", ".last.7")}
+    for each in (left, *models.values(), folder.model_last):
+        each.mkdir(parents=True)
+        (each / "model.safetensors").write_text(each.name)
+    set_aside(saved(folder), folder, folder.recipe())
+    assert not left.exists()
+    assert sorted(path.name for path in (folder.path / "model").iterdir()) == ["best", "last"]
+    assert (folder.model_best / "model.safetensors").read_text() == ".best.7.old"
+    assert (folder.model_last / "model.safetensors").read_text() == "last"
+
+
+def test_an_engine_waits_only_for_what_goes_on(tmp_path: Path) -> None:
+    gone, coming = RolloutId(0, 1, 0, 0), RolloutId(0, 2, 0, 0)
+    engine = Position(7, 9, 5, running=(gone, coming)).pack()
+    found = Saved(tmp_path, {"engine": engine}).position({coming})
+    assert found == Position(7, 9, 5, running=(coming,))
+    assert Saved(tmp_path, {"engine": None}).position({coming}) is None
 
 
 def test_what_is_missing_of_the_metrics_is_told(tmp_path: Path) -> None:

@@ -102,6 +102,29 @@ def assert_same(found: dict[RolloutId, Segment], expected: dict[RolloutId, Segme
             assert mine.tobytes() == theirs.tobytes(), (rollout_id, column)
 
 
+def test_a_checkpoint_before_all_have_come_back_still_waits_for_them(tmp_path: Path) -> None:
+    _, position, _ = record(tmp_path / "a.jsonl")
+    resumed = engine(tmp_path / "a.jsonl")
+    resumed.begin(position)
+    resumed.request_refill()
+    taken = resumed.take_refill()
+    assert taken is not None
+    assert taken[0].running == position.running != ()
+
+
+def test_what_is_tried_again_is_not_waited_for_as_it_was(tmp_path: Path) -> None:
+    """The environment of the first of two failed before the rollout came back to its turn."""
+    resumed = engine(tmp_path / "a.jsonl")
+    resumed.begin(Position(running=(REQUESTS[0].id, REQUESTS[1].id)))
+    again = dataclasses.replace(REQUESTS[0].id, attempt=1)
+    resumed.submit(dataclasses.replace(REQUESTS[0], id=again))
+    assert not resumed.ready()
+    resumed.submit(REQUESTS[1])
+    assert resumed.ready()
+    resumed.step()
+    assert (resumed.num_running, resumed.num_waiting) == (2, 0)
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_replay_is_equal_to_the_bit_whatever_the_timing(tmp_path: Path, seed: int) -> None:
     expected, _, _ = record(tmp_path / "a.jsonl")

@@ -35,7 +35,7 @@ from estr.evaluation import (
     evaluate_model,
     sample_rollouts,
 )
-from estr.evaluation_records import RolloutRecord, open_rollouts, weights_digest
+from estr.evaluation_records import RolloutFile, RolloutRecord, open_rollouts, weights_digest
 from estr.evaluation_result import compare
 from estr.evaluation_rollouts import EVALUATION_RUNS, evaluate
 from estr.evaluator_process import EvaluatorProcess
@@ -372,6 +372,14 @@ def test_line_separators_in_a_text_are_no_line_ends_check_127(tmp_path: Path) ->
 def test_two_processes_do_not_write_one_file(tmp_path: Path) -> None:
     with open_rollouts(tmp_path, {}), pytest.raises(DataError, match="in use"):
         open_rollouts(tmp_path, {}).__enter__()
+
+
+async def test_a_full_disk_is_told_as_itself() -> None:
+    path = Path("/dev/full")
+    with path.open("ab", buffering=0) as file:
+        kept = RolloutFile(path, file, [])
+        with pytest.raises(OSError, match="No space left"):
+            await evaluate(setting([[1.0], [1.0]]), problems=range(2), k=1, seed=0, kept=kept)
 
 
 def test_only_the_same_problems_can_be_compared() -> None:

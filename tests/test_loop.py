@@ -23,7 +23,7 @@ from estr.errors import (
     WeightsError,
 )
 from estr.evaluation_result import EvalResult
-from estr.evaluations import Accuracy
+from estr.evaluations import Accuracy, Evaluations
 from estr.group_endings import MORE_FAILURES
 from estr.loop import Instruments, Loop
 from estr.metrics import read_metrics
@@ -353,6 +353,75 @@ async def test_stop_saves_a_checkpoint_and_resume_trains_each_group_once(tmp_pat
     consumed = trainer.consumed + second.consumed
     assert again.step == 30
     assert sorted(consumed) == list(range(60)), "each group exactly once"
+
+
+class EndlessEvaluator:
+    """An EvaluatorClient that is still at work when all steps are made."""
+
+    def __init__(self) -> None:
+        self.began = asyncio.Event()
+
+    async def evaluate(self, version: int, num_problems: int) -> list[EvalResult]:
+        self.began.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def export(self, folder: Path) -> None: ...
+
+
+async def test_a_stop_while_the_last_evaluation_is_waited_for_saves_all_steps(
+    tmp_path: Path,
+) -> None:
+    the_recipe = recipe(steps=4, eval={"every": 3})
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    evaluator = EndlessEvaluator()
+    loop, trainer = build(
+        tmp_path,
+        the_recipe,
+        checkpoints=checkpoints,
+        evaluations=Evaluations(the_recipe.eval, evaluator),
+    )
+    running = asyncio.create_task(finish(loop))
+    await evaluator.began.wait()
+    while trainer.step < 4:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    assert not running.done(), "the evaluation is waited for"
+    loop.stop()
+    with pytest.raises(Interrupted, match="stopped after step 4 of 4"):
+        await running
+    _, state, _ = checkpoints.newest()
+    assert state["step"] == 4
+
+
+async def test_what_goes_on_after_a_resume_is_what_had_not_ended(tmp_path: Path) -> None:
+    """An engine that follows a schedule waits for these; for others it would wait for ever."""
+    checkpoints = Checkpoints(tmp_path / "checkpoints")
+    slow = CoinTask(make=lambda index: ScriptedEnvironment("12", [Reply(outcome=1.0)]))
+    engine = ScriptedEngine(lambda request: [1, 2, STOP], token_s=0.001)
+    reporter = StopAt(step=2)
+    loop, _ = build(
+        tmp_path,
+        recipe(steps=30),
+        engine=engine,
+        task=slow,
+        checkpoints=checkpoints,
+        reporter=reporter,
+    )
+    reporter.loop = loop
+    with pytest.raises(Interrupted):
+        await finish(loop)
+    saved, state, _ = checkpoints.newest()
+    running = {g["id"] for g in state["groups"]["outstanding"] if g["state"] == "running"}
+
+    same, _ = build(tmp_path / "same", recipe(steps=30))
+    same.restore(state, saved_columns(saved))
+    assert {rollout_id.group for rollout_id in same.under_way()} == running != set()
+    other, _ = build(tmp_path / "other", recipe(steps=30, groups_per_step=1, max_staleness=0))
+    other.restore(state, saved_columns(saved))
+    assert other.under_way() == set(), "all groups are begun anew"
+    for each in (same, other):
+        each.writer.close()
 
 
 class HardTask(CoinTask):

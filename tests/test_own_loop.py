@@ -10,13 +10,14 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from estr import functions, own_loop
 from estr.environment import Action, Reply
-from estr.functions import CallTimeout, call_limited
+from estr.functions import CallTimeout, call_limited, import_object, told
 from estr.own_loop import Watch
 from estr.reward import Attempt, Reward
 from estr.rollout import RolloutSetting, run_rollout
@@ -89,6 +90,16 @@ async def test_nothing_that_a_coroutine_raises_ends_the_loop(error: type[BaseExc
     with pytest.raises(RuntimeError, match=error.__name__):
         await call_limited(leave, timeout_s=10)
     assert await call_limited(where, timeout_s=10)
+
+
+async def test_the_line_at_which_a_coroutine_left_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "leaver.py").write_text("import sys\n\nasync def score(reply):\n    sys.exit(3)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(RuntimeError) as found:
+        await call_limited(import_object("leaver:score", "task.reward"), ("x",), timeout_s=10)
+    assert told(found.value) == "RuntimeError: SystemExit: 3 (leaver.py, line 4)"
 
 
 async def test_a_call_that_is_cancelled_is_cancelled_there() -> None:

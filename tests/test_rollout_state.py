@@ -79,6 +79,32 @@ def test_a_growing_rollout_comes_back_whole() -> None:
     assert (again.answer_due, again.ended, again.engine_s) == (False, False, 1.5)
 
 
+def test_what_is_packed_does_not_grow_with_its_rollout() -> None:
+    """A checkpoint is written while rollouts go on, a new segment among them."""
+    state = RolloutState([Segment.context([1, 2])])
+    state.add_turn(drawn([5, STOP], reason="stop"))
+    state.replies.append(Reply(observation="7"))
+    pool = SegmentPool()
+    data, columns = pack_state(state, None, pool), pool.columns()
+    state.add_context([1, 2, 7], 64, new_segment=True)
+    again = unpack_state(json.loads(json.dumps(data)), SegmentPool(columns))
+    assert again.history().tolist() == [1, 2, 5, STOP]
+    assert len(again.segments()) == 1
+
+
+def test_a_turn_that_the_engine_has_not_been_asked_for_again_stays_drawn() -> None:
+    """A second checkpoint may come while a resumed rollout still plays to a fresh environment."""
+    state = RolloutState([Segment.context([1, 2])], drawn=drawn([4, 4], version=4))
+    pool = SegmentPool()
+    data = pack_state(state, None, pool)
+    again = unpack_state(json.loads(json.dumps(data)), SegmentPool(pool.columns()))
+    assert again.drawn is not None
+    assert again.drawn.token_ids.tolist() == [4, 4]
+    pool = SegmentPool()
+    pack_state(state, drawn([4, 4, 6], version=4), pool)
+    assert pool.columns()["token_ids"].tolist() == [1, 2, 4, 4, 6], "what the engine says is newer"
+
+
 def test_torn_columns_are_named() -> None:
     pool = SegmentPool()
     reference = pool.add(drawn([1, 2, 3]))

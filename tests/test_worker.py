@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from estr.calls import Calls, Message
 from estr.errors import EngineError, WorkerDied, WorkerError
+from estr.evaluator_process import EvaluatorProcess
 from estr.worker import Worker, last_lines, torch_settings
 
 
@@ -81,6 +84,72 @@ async def test_a_hanging_worker_times_out_and_can_be_closed() -> None:
     await worker.close(timeout_s=0.2)
     with pytest.raises(ProcessLookupError):
         os.kill(worker.pid, 0)
+
+
+async def test_a_close_that_is_interrupted_ends_the_process_no_less() -> None:
+    worker = await start("Plain")
+    asleep = asyncio.create_task(worker.call("sleep", 60, timeout_s=60))
+    closing = asyncio.create_task(worker.close(timeout_s=60))
+    await asyncio.sleep(0.05)
+    closing.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await closing
+    with pytest.raises(ProcessLookupError):
+        os.kill(worker.pid, 0)
+    with pytest.raises(WorkerDied):
+        await asleep
+
+
+class Patient(Calls):
+    """Answers at once, and remembers how long it could have taken."""
+
+    place = "here"
+
+    def __init__(self) -> None:
+        super().__init__("evaluator")
+        self.limits: dict[str, float | None] = {}
+
+    async def call(self, method: str, *args: object, timeout_s: float | None) -> object:
+        self.limits[method] = timeout_s
+        await asyncio.sleep(1.5 if method == "evaluate" else 0)
+        return []
+
+    def _transmit(self, frame: list[Message]) -> None: ...
+
+    async def close(self, timeout_s: float = 5.0) -> None: ...
+
+
+async def test_an_evaluation_takes_as_long_as_it_takes_while_its_process_answers() -> None:
+    worker = Patient()
+    assert await EvaluatorProcess(worker, k=1, timeout_s=7.0).evaluate(3, 8) == []
+    assert worker.limits == {"evaluate": None, "num_waiting": 7.0}
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGRTMIN"), reason="there are no real-time signals")
+async def test_an_end_by_a_signal_without_a_name_is_told_as_any_other() -> None:
+    worker = await start("Plain")
+    os.kill(worker.pid, signal.SIGRTMIN + 3)
+    with pytest.raises(WorkerDied, match=rf"killed by signal {signal.SIGRTMIN + 3}"):
+        await worker.alive(for_s=60)
+    await worker.close()
+
+
+async def test_an_evaluator_that_is_killed_ends_its_evaluation_and_leaves_no_error_behind(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    worker = await start("Endless")
+    evaluation = asyncio.create_task(EvaluatorProcess(worker, k=1, timeout_s=60).evaluate(3, 8))
+    while not await worker.call("num_waiting", timeout_s=60):
+        await asyncio.sleep(0.01)
+    os.kill(worker.pid, signal.SIGSTOP)  # so that the call that watches is under way, too
+    await asyncio.sleep(1.5)
+    os.kill(worker.pid, signal.SIGKILL)
+    with pytest.raises(WorkerDied, match="killed by SIGKILL"):
+        await evaluation
+    await worker.close()
+    del evaluation
+    gc.collect()
+    assert not caplog.messages, "an exception that nobody took is told when it is collected"
 
 
 @pytest.mark.parametrize("how", ["exit", "kill"])

@@ -90,3 +90,18 @@ class Pumped:
         for number in done:
             del self.left[number]
         return [(number, self.pumps) for number in done]
+
+
+class Endless:
+    """An evaluator that never comes to an end."""
+
+    deferred = ("evaluate",)
+
+    def __init__(self) -> None:
+        self.waiting = 0
+
+    def evaluate(self, number: int, version: int, num_problems: int, k: int) -> None:
+        self.waiting += 1
+
+    def num_waiting(self) -> int:
+        return self.waiting

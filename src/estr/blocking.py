@@ -74,16 +74,18 @@ def interrupts_go_to(handler: Handler) -> Iterator[None]:
         finally:
             elsewhere.pop()
         return
-    installed = []
+    before: dict[signal.Signals, Any] = {}
     for number in SIGNALS:
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
+            own = signal.getsignal(number)
             loop.add_signal_handler(number, handler)
-            installed.append(number)
+            before[number] = own
     try:
         yield
     finally:
-        for number in installed:
+        for number, own in before.items():
             loop.remove_signal_handler(number)
+            _put_back(number, own)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
@@ -102,4 +104,10 @@ def _calling(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            _put_back(number, handler)
+
+
+def _put_back(number: signal.Signals, handler: Any) -> None:
+    """What a program had for a signal; None: something that is not of Python, and is lost."""
+    if handler is not None:
+        signal.signal(number, handler)

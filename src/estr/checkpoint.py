@@ -13,6 +13,7 @@ An older checkpoint is deleted only after a newer one is complete.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import itertools
 import json
@@ -67,12 +68,9 @@ class Checkpoints:
             shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             await save_trainer(aside)
-            _write_synced(aside / _ROLLOUTS, safetensors_bytes(columns))
             state = state | {"data": self._data, "format": FORMAT}
-            _write_synced(aside / "state.json", json.dumps(state).encode())
-            manifest = {p.name: _fingerprint(p) for p in sorted(aside.iterdir())}
-            _write_synced(aside / _MANIFEST, json.dumps(manifest, indent=1).encode())
-            _sync_folder(aside)
+            # A large model is read for minutes: no rollout's time may run out meanwhile.
+            await asyncio.to_thread(_complete, aside, json.dumps(state).encode(), columns)
             if final.exists():
                 shutil.rmtree(final)
             aside.rename(final)
@@ -86,12 +84,14 @@ class Checkpoints:
         # One of a later step is not of this lineage, and counts for nothing.
         own = [path for path in self.complete() if path.name <= final.name]
         for old in own[: -self.keep]:
-            shutil.rmtree(old, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, old, ignore_errors=True)
         return final
 
     def supersede_after(self, folder: Path) -> None:
         """A run goes on from the checkpoint in `folder`: later ones, which were passed over, are
-        renamed so that nothing takes them for its own."""
+        renamed so that nothing takes them for its own. What a kill left half written goes."""
+        for torn in self.folder.glob(f"{_ASIDE}*"):
+            shutil.rmtree(torn, ignore_errors=True)
         for later in self.complete():
             if later.name > folder.name:
                 later.rename(_free_name(self.folder / f"{_PASSED}{later.name}"))
@@ -121,6 +121,15 @@ class Checkpoints:
                 return folder, state, passed
         detail = "".join(f"\n  {line}" for line in passed)
         raise CheckpointError(f"no usable checkpoint in {self.folder}; start the run anew{detail}")
+
+
+def _complete(folder: Path, state: bytes, columns: Columns) -> None:
+    """Beside the trainer's files those of the controller, and the manifest of all, synced."""
+    _write_synced(folder / _ROLLOUTS, safetensors_bytes(columns))
+    _write_synced(folder / "state.json", state)
+    manifest = {path.name: _fingerprint(path) for path in sorted(folder.iterdir())}
+    _write_synced(folder / _MANIFEST, json.dumps(manifest, indent=1).encode())
+    _sync_folder(folder)
 
 
 def saved_columns(folder: Path) -> Columns:

@@ -93,3 +93,16 @@ class Interrupted(EstrError):
 
 class CheckpointError(EstrError):
     """A checkpoint is absent, torn or foreign."""
+
+
+def first_raised(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show: the first one raised on purpose, else the first of all."""
+    leaves: list[BaseException] = []
+    stack: list[BaseException] = [failures]
+    while stack:
+        error = stack.pop(0)
+        if isinstance(error, BaseExceptionGroup):
+            stack.extend(error.exceptions)
+        else:
+            leaves.append(error)
+    return next((error for error in leaves if isinstance(error, EstrError)), leaves[0])

@@ -91,7 +91,7 @@ class RolloutFile:
         return record if record is not None and record.status in SCORED_STATUSES else None
 
     def add(self, record: RolloutRecord) -> None:
-        """Keep one more; on disk when this returns."""
+        """Keep one more; the system has it when this returns, so that a kill loses none."""
         self._records[record.example, record.index] = record
         self._file.write(json.dumps(dataclasses.asdict(record)).encode() + b"\n")
         self._file.flush()

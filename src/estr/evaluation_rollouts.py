@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 
 from .config import Recipe
 from .environment import Task
-from .errors import ConfigError, EngineError, WeightsError
+from .errors import ConfigError, EngineError, WeightsError, first_raised
 from .evaluation_records import RolloutFile, RolloutRecord, replies, transcribe
 from .evaluation_result import EvalResult, Request, summarize
 from .rollout import RolloutSetting, run_rollout
@@ -41,8 +41,9 @@ async def evaluate(
     The random numbers of a rollout depend on seed, problem and its number among the k only. kept:
     where rollouts are found that need not be played again, and where every other one is put.
     Raises ConfigError for an impossible request; WeightsError if the engine changed its weights
-    meanwhile; EngineError if it failed in every rollout, so that there is nothing to report. Other
-    failures of engine, environment and grader are counted, not raised.
+    meanwhile; EngineError if it failed in every rollout, so that there is nothing to report; what
+    `kept` raises where it cannot be written. Other failures of engine, environment and grader are
+    counted, not raised.
     """
     _check_request(problems, k, seed, concurrency)
     version = setting.engine.version
@@ -70,9 +71,12 @@ async def evaluate(
             if kept is not None:
                 kept.add(record)
 
-    async with asyncio.TaskGroup() as tasks:
-        for _ in range(min(concurrency, len(left))):
-            tasks.create_task(play(pending))
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for _ in range(min(concurrency, len(left))):
+                tasks.create_task(play(pending))
+    except BaseExceptionGroup as failures:
+        raise first_raised(failures) from failures
     if {record.status for record in records} == {"engine_error"}:
         raise EngineError(f"no rollout got an answer: {records[0].error}")
     if versions - {version}:

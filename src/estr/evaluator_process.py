@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from .evaluation import EvalResult
 
 _NICE = 10
-_TIMEOUT_S = 3600.0
 _FILE_TIMEOUT_S = 600.0
 _WATCH_S = 1.0
 
@@ -47,8 +46,9 @@ class EvaluatorProcess:
     async def evaluate(self, version: int, num_problems: int) -> list[EvalResult]:
         """What each task says of a version that the store still has. Raises WeightsError if not;
         WorkerError where the process has not answered for eval.timeout_s meanwhile."""
+        # However long it takes: its rollouts have limits of their own.
         asked = asyncio.ensure_future(
-            self.worker.call("evaluate", version, num_problems, self._k, timeout_s=_TIMEOUT_S)
+            self.worker.call("evaluate", version, num_problems, self._k, timeout_s=None)
         )
         try:
             while not (await asyncio.wait([asked], timeout=_WATCH_S))[0]:
@@ -57,6 +57,7 @@ class EvaluatorProcess:
             return results
         finally:
             asked.cancel()
+            await asyncio.gather(asked, return_exceptions=True)
 
     async def export(self, folder: Path) -> None:
         """The weights evaluated last as a Hugging Face folder."""

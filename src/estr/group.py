@@ -29,6 +29,10 @@ class Group:
     state: State = "pending"
     trajectories: tuple[Trajectory, ...] = ()
 
+    def urgency(self) -> tuple[int, int]:
+        """The key of the order in which groups are taken: oldest deadline first, ties by id."""
+        return self.deadline, self.id
+
     def __str__(self) -> str:
         return (
             f"group {self.id} ({self.state}, {self.task} problem {self.problem}, "

@@ -245,7 +245,7 @@ class Groups:
         if not self.ready():
             return []
         finished = (group for group in self if group.state == "finished")
-        return sorted(finished, key=_urgency)[: self._batch_size()]
+        return sorted(finished, key=Group.urgency)[: self._batch_size()]
 
     def named(self, ids: Sequence[int]) -> list[Group]:
         """The outstanding groups of these ids, in this order. Raises GroupsError for one that is
@@ -270,7 +270,7 @@ class Groups:
         if self.ready():
             return []
         overfull = self._overfull_after(self._batch_size())
-        unfinished = sorted((group for group in self if group.state != "finished"), key=_urgency)
+        unfinished = sorted((g for g in self if g.state != "finished"), key=Group.urgency)
         return [group for group in unfinished if overfull is None or group.deadline <= overfull]
 
     def consume(self, batch: Sequence[Group], version: int) -> None:
@@ -393,16 +393,8 @@ class Groups:
             return False
         self._deadlines = accounts
         for lease, deadline in zip(leases, deadlines, strict=True):
-            group = Group(
-                lease.id, lease.task, lease.problem, lease.dispatch_version, deadline, lease.issue
-            )
-            group.state = "finished" if lease.state == "finished" else "running"
-            self._outstanding[group.id] = group
+            self._outstanding[lease.id] = group = lease.taken_back(deadline)
             if group.state == "finished":
                 group.trajectories = finished.get(group.id, ())
                 self._deadlines.finish(deadline)
         return True
-
-
-def _urgency(group: Group) -> tuple[int, int]:
-    return group.deadline, group.id

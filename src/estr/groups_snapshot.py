@@ -39,6 +39,12 @@ class Lease:
             group.state,  # type: ignore[arg-type]
         )
 
+    def taken_back(self, deadline: int) -> Group:
+        """Its group, to be trained by `deadline`: finished or running, as it goes straight on."""
+        group = Group(self.id, self.task, self.problem, self.dispatch_version, deadline, self.issue)
+        group.state = "finished" if self.state == "finished" else "running"
+        return group
+
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:

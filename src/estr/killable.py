@@ -156,7 +156,8 @@ def serve(
 
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = max_bytes if hard == resource.RLIM_INFINITY else min(max_bytes, hard)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    with contextlib.suppress(ValueError, OSError):  # macOS knows no such limit; the time is limited
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
     threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
     warm_up()
     with socket.socket(fileno=fd) as channel, contextlib.suppress(OSError):

@@ -33,7 +33,7 @@ from .buffer import StepResult, TrainingGroup, build_buffer
 from .config import Recipe
 from .dispatcher import Dispatcher
 from .engine_versions import EngineVersions
-from .errors import EstrError, Interrupted, WeightsError
+from .errors import Interrupted, WeightsError, first_raised
 from .evaluations import Accuracy, Evaluations
 from .group_endings import GroupEndings
 from .members import Members, finished_trajectories, unpack_members
@@ -160,10 +160,12 @@ class Loop:
                 for task in endless:
                     task.cancel()
                 self._dispatcher.cancel()
-                if self._evaluation is not None and self.stopping:
-                    self._evaluation.cancel()
+                if self._evaluation is not None:
+                    await self._until_stop(self._evaluation)
+                    if self.stopping:
+                        self._evaluation.cancel()
         except BaseExceptionGroup as failures:
-            raise _first(failures) from failures
+            raise first_raised(failures) from failures
         finally:
             self._running = False
             self.metrics.end()
@@ -173,6 +175,7 @@ class Loop:
         self.totals.add_sum("leftover_groups", len(self.groups))
         self.buffer.leftover()
         if self.stopping:
+            await self.checkpoint()  # of a run that was stopped after its last step
             raise Interrupted(f"stopped after step {self.step} of {self.recipe.steps}")
 
     @property
@@ -219,12 +222,18 @@ class Loop:
         if self.stopping or self.groups.done:
             return False
         ready = asyncio.ensure_future(self._wait_for_batch())
-        stop = asyncio.ensure_future(self._stop.wait())
         try:
-            await asyncio.wait([ready, stop], return_when=asyncio.FIRST_COMPLETED)
+            await self._until_stop(ready)
             return ready.done() and ready.result() and not self.stopping
         finally:
             ready.cancel()
+
+    async def _until_stop(self, work: asyncio.Future[Any]) -> None:
+        """Returns when it has ended, or on stop()."""
+        stop = asyncio.ensure_future(self._stop.wait())
+        try:
+            await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
+        finally:
             stop.cancel()
 
     async def _wait_for_batch(self) -> bool:
@@ -382,15 +391,6 @@ class Loop:
         self.evaluations.found = [Accuracy(*entry) for entry in state["accuracies"]]
         self.metrics.wall_s = state["wall_s"]
 
-
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error to show: the first one raised on purpose, else the first of all."""
-    leaves: list[BaseException] = []
-    stack: list[BaseException] = [failures]
-    while stack:
-        error = stack.pop(0)
-        if isinstance(error, BaseExceptionGroup):
-            stack.extend(error.exceptions)
-        else:
-            leaves.append(error)
-    return next((error for error in leaves if isinstance(error, EstrError)), leaves[0])
+    def under_way(self) -> set[RolloutId]:
+        """The rollouts that go on as soon as the run does."""
+        return {rollout_id for rollout_id, member in self._members if member.trajectory is None}

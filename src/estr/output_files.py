@@ -35,7 +35,10 @@ def write_whole(path: Path, text: str, option: str = "--out") -> None:
         target = path.resolve()
         aside = target.with_name(f".{target.name[:200]}.{os.getpid()}.writing")
         try:
-            aside.write_text(text, encoding="utf-8")
+            with aside.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
             aside.replace(target)
         finally:
             with contextlib.suppress(OSError):

@@ -212,11 +212,13 @@ async def _contained(begin: Callable[[], Awaitable[T]]) -> T:
     except asyncio.CancelledError as error:
         if _is_being_cancelled():
             raise
-        raise RuntimeError("CancelledError, although nobody cancelled it") from error
+        told = RuntimeError("CancelledError, although nobody cancelled it")
+        raise told.with_traceback(error.__traceback__) from error
     except Exception:
         raise
     except BaseException as error:
-        raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        told = RuntimeError(f"{type(error).__name__}: {error}")
+        raise told.with_traceback(error.__traceback__) from error  # where, in the user's own code
 
 
 _lock = threading.Lock()

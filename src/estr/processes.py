@@ -137,8 +137,10 @@ class LocalProcesses(Processes):
         await self.engine.begin(position or Position())
 
     async def close(self) -> None:
-        await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
-        self._forget_weights()
+        try:
+            await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
+        finally:
+            self._forget_weights()
 
     def _forget_weights(self) -> None:
         shutil.rmtree(self.store.folder, ignore_errors=True)

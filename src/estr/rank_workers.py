@@ -139,9 +139,11 @@ class RankWorkers:
 
     async def close(self) -> None:
         """End them. May be called twice."""
-        await asyncio.gather(*(worker.close() for worker in self.workers))
-        if self._meeting is not None:
-            shutil.rmtree(self._meeting, ignore_errors=True)
+        try:
+            await asyncio.gather(*(worker.close() for worker in self.workers))
+        finally:
+            if self._meeting is not None:
+                shutil.rmtree(self._meeting, ignore_errors=True)
 
     async def _raise_of_the_dead(self, for_s: float | None, cause: Exception | None) -> None:
         ends = [worker.died for worker in self.workers]

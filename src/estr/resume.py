@@ -8,8 +8,8 @@ set_aside(saved, folder, recipe)    what came after the checkpoint no longer cou
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +19,11 @@ from .errors import CheckpointError, ConfigError, DataError
 from .ledger import missing_parts
 from .ledger import supersede_after as supersede_ledger_after
 from .metrics import missing_steps, supersede_after
+from .models import tidy_models
 from .options.tasks import title
 from .run_folder import RunFolder
 from .schedule import ENGINE_FILE, LOOP_FILE, Position, require_lines
+from .types import RolloutId
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +36,14 @@ class Saved:
     changed: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
 
-    @property
-    def position(self) -> Position | None:
-        """Where the engine's schedule goes on, of a deterministic run."""
-        engine = self.state["engine"]
-        return None if engine is None else Position.unpack(engine)
+    def position(self, under_way: Container[RolloutId]) -> Position | None:
+        """Where the engine's schedule goes on, of a deterministic run. The engine waits for what
+        ran then: for those that are under_way again, for no other would come."""
+        if self.state["engine"] is None:
+            return None
+        position = Position.unpack(self.state["engine"])
+        running = tuple(rollout_id for rollout_id in position.running if rollout_id in under_way)
+        return replace(position, running=running)
 
 
 def find_saved(folder: RunFolder, recipe: Recipe, *, data: str, accept_changes: bool) -> Saved:
@@ -91,6 +96,7 @@ def set_aside(saved: Saved, folder: RunFolder, recipe: Recipe) -> None:
         folder.update_recipe(recipe)
     folder.set_summary_aside()
     Checkpoints(folder.checkpoints).supersede_after(saved.folder)
+    tidy_models(folder.model_best.parent)
     supersede_after(folder.path, saved.state["step"])
     supersede_ledger_after(folder.path, saved.state["step"])
 

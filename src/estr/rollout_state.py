@@ -157,10 +157,13 @@ class SegmentPool:
 
 
 def pack_state(state: RolloutState, drawn: Segment | None, pool: SegmentPool) -> dict[str, Any]:
-    """A growing rollout as JSON data. drawn: the turn in progress, from the engine's snapshot."""
+    """A growing rollout as JSON data, none of which grows with it. drawn: the turn in progress,
+    from the engine's snapshot; None: the engine was not asked for it yet, and it stands where the
+    state has it."""
+    drawn = state.drawn if drawn is None else drawn
     return {
         "parts": [pool.add(part) for part in state.parts],
-        "starts": state.starts,
+        "starts": list(state.starts),
         "turns": [list(turn) for turn in state.turns],
         "replies": [pack_reply(reply) for reply in state.replies],
         "drawn": None if drawn is None or not len(drawn) else pool.add(drawn),

@@ -243,7 +243,7 @@ async def _run(loop: Loop, processes: Processes, folder: RunFolder, saved: Saved
         version = await processes.trainer.publish()
         await processes.engine.load(version, loop.store, recipe.kv)
         if recipe.deterministic:
-            await processes.begin(None if saved is None else saved.position)
+            await processes.begin(None if saved is None else saved.position(loop.under_way()))
         loop.reporter.started(recipe, folder, loop.step)
         if not loop.evaluations.found and not loop.stopping:
             await loop.evaluations.evaluate(version, recipe.eval.final_problems)

@@ -261,7 +261,8 @@ class Replay:
 
     def upcoming(self, *kinds: str) -> Event | None:
         """The first event of these kinds that is still to come."""
-        return next((e for e in self.events[self.position :] if e["event"] in kinds), None)
+        left = range(self.position, len(self.events))
+        return next((self.events[i] for i in left if self.events[i]["event"] in kinds), None)
 
     async def turn(self, kind: str, **values: Any) -> None:
         """Wait until the next event is of that kind and has those values. Raises ScheduleError

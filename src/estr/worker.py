@@ -118,7 +118,8 @@ class Worker(Calls):
             await worker.call("", factory, dict(kwargs), threads, path, timeout_s=timeout_s)
         except BaseException:
             worker._kill()
-            await worker.close()
+            if worker._reading is not None:  # else nothing is open yet
+                await worker.close()
             raise
         return worker
 
@@ -132,16 +133,18 @@ class Worker(Calls):
 
     async def close(self, timeout_s: float = 5.0) -> None:
         self._closing = True
-        if self._process.poll() is None:
-            if not self.died.done():
-                self._send(NO_ANSWER, "close", ())
-            deadline = time.monotonic() + timeout_s
-            while self._process.poll() is None and time.monotonic() < deadline:
-                await asyncio.sleep(0.01)
-        self._kill()
+        try:
+            if self._process.poll() is None:
+                if not self.died.done():
+                    self._send(NO_ANSWER, "close", ())
+                deadline = time.monotonic() + timeout_s
+                while self._process.poll() is None and time.monotonic() < deadline:
+                    await asyncio.sleep(0.01)
+        finally:  # an interrupt ends the wait, and no process outlives it
+            self._kill()
+            self._writer.close()
         if self._reading is not None:
             await asyncio.wait([self._reading], timeout=5.0)
-        self._writer.close()
         with contextlib.suppress(ConnectionError):
             await self._writer.wait_closed()
 
@@ -181,7 +184,8 @@ class Worker(Calls):
         code = self._process.poll()
         how = f"exit status {code}"
         if code is not None and code < 0:
-            how = f"killed by {signal.Signals(-code).name}"
+            names = {known.value: known.name for known in signal.Signals}  # few real-time ones
+            how = f"killed by {names.get(-code, f'signal {-code}')}"
         return f"{self.place} ended: {how}{last_lines(self._log)}"
 
 

@@ -173,8 +173,10 @@ class RayProcesses(Processes):
         return {**super().gauges(), "engines": float(len(self.engine.living))}
 
     async def close(self) -> None:
-        await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
-        await self._leave()
+        try:
+            await asyncio.gather(self.engine.close(), self.trainer.close(), self.evaluator.close())
+        finally:
+            await self._leave()
 
     async def _leave(self) -> None:
         """Give back what was reserved and leave the cluster."""

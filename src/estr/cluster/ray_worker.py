@@ -145,12 +145,14 @@ class RayWorker(Calls):
         import ray
 
         self._closing = True
-        if not self.died.done() and not self._reading.done() and timeout_s:
-            self._send(NO_ANSWER, "close", ())
-            await asyncio.wait([self._reading], timeout=timeout_s)
-        with contextlib.suppress(Exception):  # Ray itself may be gone, and with it the actor
-            ray.kill(self._actor)
-        self._reading.cancel()
+        try:
+            if not self.died.done() and not self._reading.done() and timeout_s:
+                self._send(NO_ANSWER, "close", ())
+                await asyncio.wait([self._reading], timeout=timeout_s)
+        finally:  # an interrupt ends the wait, and no actor outlives it
+            with contextlib.suppress(Exception):  # Ray itself may be gone, and with it the actor
+                ray.kill(self._actor)
+            self._reading.cancel()
         await asyncio.wait([self._reading], timeout=5.0)
         self._fail_calls(f"{self.place} was closed")
 

@@ -18,7 +18,7 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..engine import KVPolicy
+from ..engine import KVPolicy, Request
 from ..errors import EngineError
 from ..schedule import EngineSchedule, EventLog, Position, read_lineage
 from ..types import RolloutId, Segment
@@ -68,6 +68,16 @@ class ScheduledEngine(LocalEngine):
             return all(rollout_id in self._waiting for rollout_id in self._restoring)
         due = self._due_event()
         return self._has(due) if due is not None else bool(self._rows)
+
+    def submit(self, request: Request) -> None:
+        super().submit(request)
+        # A rollout that failed before it came back is tried again: it comes no more as it was.
+        self._restoring = tuple(
+            each
+            for each in self._restoring
+            if each.attempt >= request.id.attempt
+            or dataclasses.replace(each, attempt=request.id.attempt) != request.id
+        )
 
     def begin_load(self, version: int, state: State, kv: KVPolicy) -> None:
         if self._plan is None or self._log is None:
@@ -138,7 +148,8 @@ class ScheduledEngine(LocalEngine):
         self._write("refill")
         self.drop_caches()
         lines, crc = (self._log.num_lines, self._log.crc) if self._log is not None else (0, 0)
-        running = tuple(row.request.id for row in self._rows)
+        # Of a checkpoint that is gone on from, those that have not all come yet.
+        running = self._restoring or tuple(row.request.id for row in self._rows)
         position = Position(self.at, lines, crc, self._planned, running)
         self._at_refill = (position, self.snapshot())
 

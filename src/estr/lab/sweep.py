@@ -23,7 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import ConfigError, DataError, Interrupted, WorkerDied, WorkerError
+from ..errors import ConfigError, DataError, Interrupted, WorkerDied, WorkerError, first_raised
 from ..functions import import_object
 from ..worker import Worker
 from .table import Row
@@ -192,9 +192,12 @@ class Sweep:
     async def _run(self, jobs: list[Job]) -> list[tuple[Job, str]]:
         queue = list(reversed(jobs))
         failures: list[tuple[Job, str]] = []
-        async with asyncio.TaskGroup() as group:
-            for number in range(min(self._processes, len(jobs))):
-                group.create_task(self._serve(number, queue, failures))
+        try:
+            async with asyncio.TaskGroup() as group:
+                for number in range(min(self._processes, len(jobs))):
+                    group.create_task(self._serve(number, queue, failures))
+        except BaseExceptionGroup as raised:
+            raise first_raised(raised) from raised
         return failures
 
     async def _serve(self, number: int, queue: list[Job], failures: list[tuple[Job, str]]) -> None:
