@@ -21,6 +21,7 @@ from estr.check import check_recipe
 from estr.cli import cli
 from estr.cli.options import find_recipe
 from estr.config import Recipe, load_recipe, recipe_from_table
+from estr.lab.table import write_table
 from estr.models import resolve_model
 from estr.run_folder import RunFolder
 
@@ -93,6 +94,14 @@ for document, line, text in json.load(sys.stdin):
 """
 
 
+LABELS = {"regime": "M", "method": "estr", "option": "tau 1", "lr": 5e-4, "phase": "judge"}
+LAB_ROWS = [
+    {**LABELS, "seed": 10, "job": "a", "measure": measure, "step": 120, "value": 0.5}
+    for measure in ("accuracy_end", "rho_mask")
+]
+"""What stands for a finished `estr lab compare` where a page reads its table."""
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_python_examples_run_one_after_the_other(document: Path, tmp_path: Path) -> None:
     blocks = [b for b in BLOCKS if b.document == document and b.language == "python"]
@@ -102,6 +111,8 @@ def test_python_examples_run_one_after_the_other(document: Path, tmp_path: Path)
     if not blocks:
         return
     (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    if document.parent.name == "lab":
+        write_table(LAB_ROWS, tmp_path / "lab" / "compare" / "table.parquet")
     done = subprocess.run(
         [sys.executable, "-c", RUNNER],
         input=json.dumps([(str(b.document), b.line, b.text) for b in blocks]),

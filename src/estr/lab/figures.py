@@ -7,6 +7,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+_MOST_COLUMNS = 26
+
 
 def _pyplot() -> Any:
     import matplotlib
@@ -24,31 +26,48 @@ def dots(
     ylabel: str,
     lines: Mapping[str, float] | None = None,
 ) -> None:
-    """One panel for each key, in it a column for each label: every value a dot, their mean a bar.
-    lines: horizontal lines by name, in every panel."""
+    """One panel for each key, in it a column for each label: every value a dot, their mean a bar;
+    as many rows of panels as it takes. lines: horizontal lines by name, in every panel."""
     pyplot = _pyplot()
-    width = 1.5 + sum(0.45 * len(columns) + 0.6 for columns in panels.values())
-    figure, axes = pyplot.subplots(
-        1,
-        len(panels),
-        sharey=True,
-        squeeze=False,
-        figsize=(width, 3.6),
-        width_ratios=[max(1, len(columns)) for columns in panels.values()],
+    rows = _in_rows(panels)
+    widths = [sum(0.45 * len(panels[key]) + 0.6 for key in row) for row in rows]
+    figure = pyplot.figure(figsize=(1.5 + max(widths), 3.6 * len(rows)))
+    top = 1.05 * max(
+        v for columns in panels.values() for values in columns.values() for v in values
     )
-    for axis, (title, columns) in zip(axes[0], panels.items(), strict=True):
-        for x, values in enumerate(columns.values()):
-            axis.bar(x, fmean(values), width=0.7, color="tab:blue", alpha=0.35)
-            axis.plot([x] * len(values), list(values), "o", color="tab:blue", markersize=3)
-        for name, y in (lines or {}).items():
-            axis.axhline(y, linewidth=1, linestyle="--", color="black", label=name)
-        axis.set_xticks(range(len(columns)), list(columns), rotation=60, ha="right", fontsize=8)
-        axis.set_title(title, fontsize=9)
-        axis.grid(axis="y", alpha=0.3)
-    axes[0][0].set_ylabel(ylabel)
-    if lines:
-        axes[0][-1].legend(fontsize=7)
+    for part, row in zip(figure.subfigures(len(rows), 1, squeeze=False)[:, 0], rows, strict=True):
+        ratios = [max(1, len(panels[key])) for key in row]
+        axes = part.subplots(1, len(row), sharey=True, squeeze=False, width_ratios=ratios)[0]
+        for axis, key in zip(axes, row, strict=True):
+            _columns(axis, panels[key])
+            for name, y in (lines or {}).items():
+                axis.axhline(y, linewidth=1, linestyle="--", color="black", label=name)
+            axis.set_title(key, fontsize=9)
+        axes[0].set_ylabel(ylabel)
+        if top > 0:
+            axes[0].set_ylim(top=top)
+        if lines:
+            axes[-1].legend(fontsize=7)
     _save(pyplot, figure, path)
+
+
+def _in_rows(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> list[list[str]]:
+    """The keys, in rows of at most so many columns that a page shows them."""
+    rows: list[list[str]] = [[]]
+    for key, columns in panels.items():
+        taken = sum(len(panels[other]) for other in rows[-1])
+        if rows[-1] and taken + len(columns) > _MOST_COLUMNS:
+            rows.append([])
+        rows[-1].append(key)
+    return rows
+
+
+def _columns(axis: Any, columns: Mapping[str, Sequence[float]]) -> None:
+    for x, values in enumerate(columns.values()):
+        axis.bar(x, fmean(values), width=0.7, color="tab:blue", alpha=0.35)
+        axis.plot([x] * len(values), list(values), "o", color="tab:blue", markersize=3)
+    axis.set_xticks(range(len(columns)), list(columns), rotation=60, ha="right", fontsize=8)
+    axis.grid(axis="y", alpha=0.3)
 
 
 def grids(
@@ -112,6 +131,6 @@ def curves(
 
 
 def _save(pyplot: Any, figure: Any, path: Path) -> None:
-    figure.tight_layout()
+    figure.set_layout_engine("constrained")
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
@@ -13,7 +13,7 @@ from ..methods import METHODS, REFERENCE, SYNC, Regime
 from ..protocol import SYNC_CELL, Choice, cell_jobs
 from ..statistics import MIN_PAIRS, Judgement, Paired, answer, compare_seeds, judge
 from ..sweep import Job
-from ..table import by_seed, last_values
+from ..table import Row, by_seed, last_values, weighted_means
 
 TITLE = "intra 1, 5, 7, 9 and inter 1, 5, 15, 20, 30"
 
@@ -66,7 +66,10 @@ def run(lab: Lab) -> Report:
     return Report(
         rows,
         claims(accuracy, collapsed),
-        {"accuracy at the end": lines(accuracy, collapsed)},
+        {
+            "accuracy at the end": lines(accuracy, collapsed),
+            "rho_mask": mask_lines(rows),
+        },
         functools.partial(figures.dots, panels, ylabel="held-out accuracy at the end"),
     )
 
@@ -120,7 +123,7 @@ def claims(accuracy: Mapping[Any, Any], collapsed: Mapping[Any, Any]) -> list[Cl
         Claim(
             "ESTR keeps up with synchronous training all over the grid",
             "intra 1 to 9 and inter 1 to 30",
-            ", ".join(f"{r} {p.difference:+.3f}" for r, p in against.items() if p is not None),
+            ", ".join(f"{r} {p.told()}" for r, p in against.items() if p is not None),
             answer({cell: _kept_up(judged.get(cell)) for cell in (grid(False) if own else ())}),
             "non-inferior to sync, Holm-corrected over the grid",
         ),
@@ -160,5 +163,18 @@ def lines(accuracy: Mapping[Any, Any], collapsed: Mapping[Any, Any]) -> list[dic
         line = table.setdefault(regime, {"regime": regime})
         count = int(sum(collapsed[regime, method].values()))
         line[method] = f"{fmean(values.values()):.3f} ({count} of {len(values)} collapsed)"
-    names = ["regime", *dict.fromkeys(method for _, method in accuracy)]
+    return _filled(table)
+
+
+def mask_lines(rows: Sequence[Row]) -> list[dict[str, str]]:
+    """The share of masked tokens, over all steps, laid out as the accuracies are."""
+    table: dict[str, dict[str, str]] = {}
+    shares = weighted_means(rows, "rho_mask", "eligible_tokens", "regime", "method")
+    for (regime, method), share in shares.items():
+        table.setdefault(regime, {"regime": regime})[method] = f"{100 * share:.2f} %"
+    return _filled(table)
+
+
+def _filled(table: Mapping[str, Mapping[str, str]]) -> list[dict[str, str]]:
+    names = dict.fromkeys(name for line in table.values() for name in line)
     return [{name: line.get(name, "") for name in names} for line in table.values()]
