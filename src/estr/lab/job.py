@@ -37,6 +37,7 @@ BY_NAME = (
 
 _WHOLE_RUN = (
     "engines/local.py",
+    "engines/pool.py",
     "engines/process.py",
     "evaluation.py",
     "evaluator_process.py",
