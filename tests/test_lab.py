@@ -251,6 +251,17 @@ def test_a_run_repeats_itself_and_measures_lag():
     assert {"accuracy", "pass_at_k", "rho_mask", "kl_k3", "policy_entropy"} <= last.keys()
 
 
+@pytest.mark.parametrize("window", [1, 3])
+def test_weights_that_no_longer_draw_are_a_collapse(window):
+    run = {"lr": 1e30, "warmup_steps": 0, "steps": 3, "window": window, "prompts": 2}
+    rows = train_once(
+        {**run, "group_size": 4, "eval_problems": 4, "eval_k": 1, "correction": [{"name": "none"}]}
+    )
+    last = {row["measure"]: row["value"] for row in rows}
+    assert (last["nonfinite_run"], last["collapsed"], last["accuracy_end"]) == (1.0, 1.0, 0.0)
+    assert {row["step"] for row in rows} == {0, window if window == 1 else 2}
+
+
 def test_the_first_evaluation_is_shared_by_runs_of_one_model_and_task():
     def at_step_0(**table):
         return train_once({**SHORT, "steps": 1, **table})[0]["value"]

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
 
 from estr.cli import cli
 from estr.config import recipe_from_table
+from estr.errors import ConfigError
 from estr.lab.lab import Lab, read_table
-from estr.lab.own import METHODS, compare_recipe, corrections, data_digest, jobs
+from estr.lab.own import (
+    METHODS,
+    compare_recipe,
+    corrections,
+    data_digest,
+    jobs,
+    train_own,
+)
+from estr.own_folders import own_folder
 from lab_sweep_cases import FakeSweep
 
 TABLE = {
@@ -54,6 +67,102 @@ def test_changed_data_is_trained_on_anew(tmp_path):
     assert digests[0] != digests[1]
 
 
+def digest_with(**changed) -> str:
+    return data_digest(recipe_from_table({**TABLE, **changed}))
+
+
+def test_changed_code_of_ones_own_is_trained_on_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own_reward.py").write_text("from own_help import half\ndef score(reply): return half\n")
+    Path("own_help.py").write_text("half = 0.5\n")
+    Path("own_pkg/deep").mkdir(parents=True)
+    for name in ("__init__", "masks", "deep/tasks", "deep/data"):
+        Path(f"own_pkg/{name}.py").write_text("")
+    Path("rows.jsonl").write_text("{}\n")
+    settings = (
+        {"task": {"name": "data", "path": "rows.jsonl", "reward": "own_reward:score"}},
+        {"task": {"name": "own_pkg.deep.tasks:Task"}},
+        {"correction": {"name": "own_pkg.masks:Mask"}},
+    )
+    changes = {
+        "own_reward.py": [0],
+        "own_help.py": [0],
+        "rows.jsonl": [0],
+        "own_pkg/deep/tasks.py": [1, 2],
+        "own_pkg/deep/data.py": [1, 2],
+    }
+    before = [digest_with(**its) for its in settings]
+    for file, expected in changes.items():
+        Path(file).write_text(Path(file).read_text() + "changed = 1\n")
+        after = [digest_with(**its) for its in settings]
+        assert [i for i in range(3) if after[i] != before[i]] == expected, file
+        before = after
+    Path("own_reward.py").write_text("# a word\n" + Path("own_reward.py").read_text())
+    assert [digest_with(**its) for its in settings] == before
+    assert "own_reward" not in sys.modules
+    assert "own_pkg" not in sys.modules
+
+
+def test_a_changed_folder_is_trained_on_anew(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("model").mkdir()
+    Path("rows").mkdir()
+    settings = ({"model": "model"}, {"task": {"name": "gsm8k", "folder": "rows"}})
+    seen = [{digest_with(**its)} for its in settings]
+    for folder, found in zip(("model", "rows"), seen, strict=True):
+        small, large = Path(folder, "config.json"), Path(folder, "model.safetensors")
+        its = settings[seen.index(found)]
+        small.write_text("{}")
+        found.add(digest_with(**its))
+        small.write_text("[]")
+        found.add(digest_with(**its))
+        os.utime(small, ns=(0, 0))
+        assert digest_with(**its) in found
+        large.write_bytes(bytes(2**20 + 1))
+        found.add(digest_with(**its))
+        os.utime(large, ns=(0, 0))
+        found.add(digest_with(**its))
+        assert len(found) == 5
+
+
+def test_texts_that_name_no_file_are_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    task = {"name": "data", "path": "rows.jsonl", "grader": "integer", "system": "x" * 360}
+    plain = digest_with(task=task)
+    assert digest_with(task={**task, "system": "never:seen and /none/such"}) == plain
+    Path("data").mkdir()
+    Path("data/file").write_text("")
+    assert digest_with(task=task) == plain
+
+
+def test_what_changes_under_a_run_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("rows.jsonl").write_text("{}\n")
+    task = {"name": "data", "path": "rows.jsonl", "grader": "integer"}
+    job = jobs(Lab(FakeSweep(None)), recipe_from_table({**TABLE, "task": task}))[0]
+    assert (job.alike, job.limit_s) == (True, None)
+    Path("rows.jsonl").write_text("{}\n{}\n")
+    with pytest.raises(ConfigError, match="changed since this command started"):
+        train_own(job.config)
+
+
+def test_a_synchronous_recipe_is_not_compared_with_itself():
+    sync = {**TABLE, "max_staleness": 0, "num_minibatches": 1}
+    made = jobs(Lab(FakeSweep(None), num_seeds=1), recipe_from_table(sync))
+    assert [job.labels["method"] for job in made] == ["none", *list(METHODS)[1:], "recipe"]
+    assert len({job.digest for job in made}) == len(made)
+    none = corrections(recipe_from_table(sync))["none"]
+    recipe = recipe_from_table({**sync, "correction": list(none)})
+    plain = jobs(Lab(FakeSweep(None), num_seeds=1), recipe)
+    assert [job.labels["method"] for job in plain] == ["none", *list(METHODS)[1:]]
+    report = compare_recipe(
+        Lab(FakeSweep(lambda labels: 0.5), num_seeds=5), recipe_from_table(sync)
+    )
+    assert {claim.claim for claim in report.claims} == {
+        f"{name} keeps up with synchronous training" for name in (*list(METHODS)[1:], "recipe")
+    }
+
+
 def test_verdicts_speak_of_sync_and_of_no_correction():
     values = {"none": 0.3, "estr": 0.5, "recipe": 0.6}
 
@@ -94,6 +203,14 @@ def test_the_command_refuses_what_does_not_go_together():
 
 def test_a_recipe_of_ones_own_is_compared_for_real(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
+    ended = subprocess.Popen(["true"])
+    ended.wait(timeout=60)
+    own_folder("lab-run", temporary).rename(
+        temporary / f"estr-lab-run-{os.stat('/proc/self/ns/pid').st_ino}-{ended.pid}-x"
+    )
     (tmp_path / "tiny.toml").write_text(
         'name = "tiny"\nsteps = 1\ngroups_per_step = 1\ngroup_size = 2\nmax_staleness = 1\n'
         '[correction]\nname = "kpop"\n[eval]\nfinal_problems = 4\n'
@@ -119,6 +236,7 @@ def test_a_recipe_of_ones_own_is_compared_for_real(tmp_path, monkeypatch):
     assert {"accuracy", "accuracy_start", "rho_mask"} <= {row["measure"] for row in rows}
     assert len(list((tmp_path / "lab" / "cache").glob("*.json"))) == 2
     assert list(tmp_path.glob("runs")) == []
+    assert list(temporary.glob("estr-lab-run*")) == []
 
 
 @pytest.mark.parametrize("name", ["calculator", "smollm2-arithmetic"])

@@ -1,117 +1,22 @@
-"""The laboratory's book-keeping: sweeps that resume, tables, statistics, verdicts."""
+"""The laboratory's book-keeping: tables, statistics, verdicts."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
-import signal
-import subprocess
-import sys
-import time
 
 import pytest
 from click.testing import CliRunner
 
 from estr.cli import cli
-from estr.errors import DataError, WorkerError
+from estr.errors import DataError
 from estr.lab.experiments import EXPERIMENTS, find_experiment
 from estr.lab.lab import Claim, Lab, Report, write_report
 from estr.lab.methods import ALL_METHODS, JUDGE_SEEDS, METHODS, REGIMES, TUNE_SEEDS
 from estr.lab.natural import rows_of_run
 from estr.lab.protocol import SYNC_CELL, standings, tune
 from estr.lab.statistics import answer, compare_seeds, holm, is_better, judge, with_interval
-from estr.lab.sweep import Job, Sweep, code_digest
 from estr.lab.table import last_values, read_table, weighted_means, write_table
-
-JOB = "lab_jobs:measured"
-
-
-def job(number: int, **config) -> Job:
-    return Job({"number": number}, {"number": number, **config}, function=JOB)
-
-
-@pytest.fixture(autouse=True)
-def jobs_module(tmp_path, monkeypatch):
-    """A module of job functions that worker processes find."""
-    (tmp_path / "lab_jobs.py").write_text(
-        "import os, time\n"
-        "def measured(config):\n"
-        "    if config.get('fails'):\n"
-        "        raise ValueError('no such luck')\n"
-        "    if config.get('dies'):\n"
-        "        os._exit(7)\n"
-        "    time.sleep(config.get('sleep', 0))\n"
-        "    with open(config['log'], 'a') as log:\n"
-        "        log.write(f\"{config['number']}\\n\")\n"
-        "    return [{'measure': 'accuracy', 'step': 1, 'value': config['number'] / 10}]\n"
-    )
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    monkeypatch.chdir(tmp_path)
-
-
-def made(tmp_path) -> list[str]:
-    log = tmp_path / "log"
-    return sorted(log.read_text().split()) if log.exists() else []
-
-
-# Sweep
-
-
-def test_a_job_is_run_once_and_kept(tmp_path):
-    jobs = [job(n, log="log") for n in range(3)]
-    first = Sweep(tmp_path, processes=2).run(jobs)
-    assert [(r["number"], r["value"]) for r in first] == [(0, 0.0), (1, 0.1), (2, 0.2)]
-    again = Sweep(tmp_path, processes=1).run([*jobs, jobs[0], job(3, log="log")])
-    assert [r["number"] for r in again] == [0, 1, 2, 0, 3]
-    assert made(tmp_path) == ["0", "1", "2", "3"]
-
-
-def test_what_failed_is_named_and_the_rest_is_kept(tmp_path):
-    jobs = [job(0, fails=True, log="log"), job(1, log="log"), job(2, dies=True), job(3, log="log")]
-    with pytest.raises(WorkerError, match=r"2 of 4 runs failed, first .'number': 0..*no such luck"):
-        Sweep(tmp_path, processes=1).run(jobs)
-    assert made(tmp_path) == ["1", "3"]
-    assert len(Sweep(tmp_path, processes=1).run([jobs[1], jobs[3]])) == 2
-    assert made(tmp_path) == ["1", "3"]
-
-
-def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
-    code = (
-        "from pathlib import Path; from estr.lab.sweep import Job, Sweep\n"
-        f"jobs = [Job({{'number': n}}, {{'number': n, 'log': 'log', 'sleep': 30 * (n == 2)}}, "
-        f"{JOB!r}) for n in range(4)]\n"
-        "Sweep(Path('.'), processes=1).run(jobs)\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
-    try:
-        deadline = time.monotonic() + 200
-        while len(list(tmp_path.glob("cache/*.json"))) < 2 and time.monotonic() < deadline:
-            time.sleep(0.05)
-    finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
-    assert made(tmp_path) == ["0", "1"]
-    jobs = [job(n, log="log", sleep=30 * (n == 2)) for n in (0, 1)]
-    assert len(Sweep(tmp_path, processes=1).run([*jobs, job(3, log="log", sleep=0)])) == 3
-    assert made(tmp_path) == ["0", "1", "3"]
-
-
-def test_a_torn_file_of_the_cache_is_named(tmp_path):
-    sweep = Sweep(tmp_path, processes=1)
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / f"{job(0).digest}.json").write_text('{"rows": [')
-    with pytest.raises(DataError, match="torn or foreign"):
-        sweep.run([job(0)])
-
-
-def test_the_digest_follows_function_configuration_and_code_but_not_labels(tmp_path):
-    one = Job({"a": 1}, {"x": 1})
-    assert one.digest == Job({"a": 2}, {"x": 1}).digest
-    assert one.digest != Job({"a": 1}, {"x": 2}).digest
-    assert one.digest != Job({"a": 1}, {"x": 1}, function=JOB).digest
-    assert code_digest("estr.lab.training") != code_digest("estr.lab.methods")
-
 
 # Table
 

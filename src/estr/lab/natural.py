@@ -8,6 +8,7 @@ as those of `estr.lab.training`, so both stand in one table.
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,18 +17,26 @@ from typing import Any
 from ..config import recipe_from_table
 from ..errors import DataError
 from ..metrics import RECORD_KEYS, read_metrics
+from ..own_folders import own_folder, remove_abandoned
 from ..run import train
 from ..run_folder import RunFolder
 from .table import Row
 from .training import has_collapsed
 
+_RUNS = "lab-run"
+
 
 def train_naturally(table: Mapping[str, Any]) -> list[Row]:
     """One run of the recipe `table` (as a recipe file has it); its folder is not kept."""
     recipe = recipe_from_table({**table, "ledger": False})
-    with tempfile.TemporaryDirectory(prefix="estr-lab-") as runs:
-        train(recipe, runs=Path(runs))
-        return rows_of_run(Path(runs) / recipe.name)
+    place = Path(tempfile.gettempdir())
+    remove_abandoned(_RUNS, place)
+    runs = own_folder(_RUNS, place)
+    try:
+        train(recipe, runs=runs)
+        return rows_of_run(runs / recipe.name)
+    finally:
+        shutil.rmtree(runs, ignore_errors=True)
 
 
 def rows_of_run(folder: Path) -> list[Row]:

@@ -12,17 +12,19 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from ..config import Recipe
+from ..config import Recipe, recipe_from_table
+from ..errors import ConfigError
 from . import figures
 from .lab import Claim, Lab, Report
 from .methods import ALL_METHODS, Corrections, Table
 from .natural import train_naturally
 from .protocol import SYNC_CELL, Cell, Standing, standing_lines, standings
+from .sources import digest_of, files_of_module
 from .statistics import MARGIN, MIN_PAIRS, Answer, Paired, compare_seeds, judge
 from .sweep import Job
 from .table import Row
@@ -41,6 +43,9 @@ best under lag (docs/lab/which-correction.md), but for `estr`, which stands at i
 recipe's own correction comes beside them as OWN."""
 OWN = "recipe"
 NUM_SEEDS = 3
+
+_SMALL_BYTES = 2**20
+"""A file of a folder that is read whole; of a larger one the time of its last change counts."""
 
 
 def compare_recipe(lab: Lab, recipe: Recipe) -> Report:
@@ -77,17 +82,21 @@ def corrections(recipe: Recipe) -> dict[str, Corrections]:
 
 def jobs(lab: Lab, recipe: Recipe) -> list[Job]:
     """One run for each method and seed; the reference first, so that a fault of the recipe shows
-    before much is spent."""
+    before much is spent. A synchronous recipe without a correction is the reference itself, and
+    is left out."""
     table = plain_table(recipe)
     sync = {**table, "max_staleness": 0, "num_minibatches": 1, "publish_every": 1}
     cells: list[tuple[Cell, Table, Corrections]] = [(SYNC_CELL, sync, corrections(recipe)["none"])]
     cells += [((REGIME, name), table, entries) for name, entries in corrections(recipe).items()]
+    cells = [cells[0], *(cell for cell in cells[1:] if cell[1:] != cells[0][1:])]
     data = data_digest(recipe)
     return [
         Job(
             {"regime": cell[0], "method": cell[1], "seed": seed, "phase": "judge"},
             {"recipe": {**its, "correction": list(entries), "seed": seed}, "data": data},
             function="estr.lab.own:train_own",
+            limit_s=None,
+            alike=True,
         )
         for cell, its, entries in cells
         for seed in lab.judge_seeds
@@ -105,24 +114,73 @@ def plain_table(recipe: Recipe) -> Table:
 
 
 def data_digest(recipe: Recipe) -> str:
-    """Of the files that the recipe's task names, so that changed data is trained on anew."""
+    """Of what is the user's own: the files and folders that the recipe's task names, the source of
+    each "module:attribute" in task and correction, the folder of the model. Where one of them has
+    changed, the run is made anew."""
     digest = hashlib.sha256()
-    for path in sorted(_files(recipe.task)):
-        digest.update(path.read_bytes())
+    for value in sorted(set(_texts([recipe.task, recipe.correction]))):
+        module, colon, attribute = value.partition(":")
+        if colon and module.replace(".", "").isidentifier() and attribute.isidentifier():
+            if not module.startswith("estr."):  # the job's own digest covers those
+                files, root = files_of_module(module)
+                digest.update(b"" if root is None else digest_of(files, root).encode())
+        elif (path := _path(value)) is not None:
+            digest.update(_content(path).encode())
+    model = _path(recipe.model)
+    digest.update(b"" if model is None else _content(model).encode())
     return digest.hexdigest()[:24]
 
 
-def _files(value: Any) -> set[Path]:
+def _texts(value: Any) -> Iterator[str]:
+    """Every text in nested tables and lists, but for the names of what is shipped."""
     if isinstance(value, Mapping):
-        return set().union(*(_files(v) for v in value.values()))
+        value = [v for key, v in value.items() if key != "name" or ":" in str(v)]
     if isinstance(value, list | tuple):
-        return set().union(*(_files(v) for v in value))
-    return {Path(value)} if isinstance(value, str) and value and Path(value).is_file() else set()
+        for item in value:
+            yield from _texts(item)
+    elif isinstance(value, str):
+        yield value
+
+
+def _path(text: str) -> Path | None:
+    """The file or folder of that name; None where there is none, as there is of a long text."""
+    path = Path(text)
+    try:
+        return path if text and (path.is_file() or path.is_dir()) else None
+    except OSError:
+        return None
+
+
+def _content(path: Path) -> str:
+    """Digest of a file's bytes or of a folder's files: names, sizes, and bytes or, of the large
+    ones, times."""
+    if path.is_file():
+        return hashlib.sha256(path.read_bytes()).hexdigest()
+    digest = hashlib.sha256()
+    for file in sorted(f for f in path.rglob("*") if f.is_file() and f.suffix != ".pyc"):
+        status = file.stat()
+        small = status.st_size <= _SMALL_BYTES
+        its = _content(file) if small else str(status.st_mtime_ns)
+        digest.update(f"{file.relative_to(path)}\n{status.st_size}\n{its}\n".encode())
+    return digest.hexdigest()
 
 
 def train_own(table: Mapping[str, Any]) -> list[Row]:
-    """table: recipe, data (a digest, there to tell the runs of other data apart)."""
-    return train_naturally(table["recipe"])
+    """table: recipe, data (its `data_digest`, which tells the runs of other data apart). Raises
+    ConfigError where that has changed since, before the run or in it."""
+    recipe = recipe_from_table(table["recipe"])
+    _require_data(recipe, table["data"])
+    rows = train_naturally(table["recipe"])
+    _require_data(recipe, table["data"])
+    return rows
+
+
+def _require_data(recipe: Recipe, expected: str) -> None:
+    if data_digest(recipe) != expected:
+        raise ConfigError(
+            "the model, the data or the code that the recipe names has been changed since this "
+            "command started; give the command again"
+        )
 
 
 def claims(found: Mapping[Cell, Standing]) -> list[Claim]:

@@ -2,23 +2,45 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from types import TracebackType
-from typing import IO, Self
+from typing import IO, Any, Self, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from .sweep import Job
+from .job import Job
 
 _LINE_EVERY_S = 30.0
+_MAX_REASON = 500
+"""Characters of a failure's reason that are shown as it happens; the end of the sweep tells all."""
+
+
+class _Careless:
+    """A stream that goes on where nobody reads it any more: a sweep does not end with its bar."""
+
+    def __init__(self, stream: IO[str]) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._stream.flush()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 class SweepProgress:
     """Implements `estr.lab.sweep.Progress`."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self._console = Console(file=stream)
+        self._console = Console(file=stream and cast(IO[str], _Careless(stream)))
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
@@ -45,9 +67,21 @@ class SweepProgress:
             self._told = time.monotonic()
             self._say(f"{self._done} of {self._total} runs done, last ({seconds:.0f} s): {words}")
 
+    def failed(self, job: Job, reason: str) -> None:
+        self._done += 1
+        self._bar.update(self._task, completed=self._done)
+        words = " ".join(f"{k} {v}" for k, v in job.labels.items())
+        short = reason if len(reason) <= _MAX_REASON else f"{reason[:_MAX_REASON]}..."
+        self.tell(f"failed: {words}: {short}")
+
+    def tell(self, line: str) -> None:
+        """One line, shown on a terminal, too, above the bar; what is not visible is escaped."""
+        words = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+        self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+
     def _say(self, line: str) -> None:
         if not self._console.is_terminal:
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self.tell(line)
 
     def __enter__(self) -> Self:
         self._bar.start()

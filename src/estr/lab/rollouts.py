@@ -24,7 +24,7 @@ import torch
 from ..chat import Codec
 from ..engines.sampler import draw, stream_name, uniforms
 from ..environment import Action, Environment, Prompt, Reply, Task
-from ..errors import EnvError
+from ..errors import EnvError, NumericsError
 from ..types import FinishReason, RolloutId, SamplingSettings, Segment, Status, Trajectory, Turn
 from .arithmetic import Arithmetic, activation_dtype
 from .decoder import Cache, Decoder, Weights, make_pass
@@ -57,7 +57,8 @@ class Sampler:
 def roll_out(
     play: Play, sampler: Sampler, plan: Plan, ids: Sequence[RolloutId], problems: Sequence[int]
 ) -> list[Trajectory]:
-    """One rollout for each (id, problem), in order."""
+    """One rollout for each (id, problem), in order. Raises NumericsError where logits are no
+    distribution, EnvError for a task that the laboratory cannot play."""
     rows = _Rows(play, ids, problems)
     capacity = rows.capacity
     random = _uniforms(ids, capacity)
@@ -81,7 +82,7 @@ def roll_out(
             vocab_size=None,
         )
         if not draws.sound.all():
-            raise EnvError("the sampler's logits are no distribution (NaN or infinite)")
+            raise NumericsError("the sampler's logits are no distribution (NaN or infinite)")
         rows.record(active, draws.token_ids, draws, versions)
     return rows.trajectories()
 

@@ -3,133 +3,38 @@
     jobs --digest--> in the cache?  --yes--> rows
                           `--no--> worker process (one thread) --> cache/DIGEST.json --> rows
 
-A job is a function by name and its configuration. Its digest also covers the source of everything
-that its figures come from, so a figure is never that of older code; comments do not count. A file
-of the cache is written aside and renamed, so whatever ends a sweep, the same command goes on.
+What a job is and what its digest covers: `estr.lab.job`. A file of the cache is written aside and
+renamed, so whatever ends a sweep, the same command goes on.
 """
 
 from __future__ import annotations
 
-import ast
 import asyncio
-import functools
-import hashlib
-import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..errors import ConfigError, DataError, Interrupted, WorkerDied, WorkerError, first_raised
+from ..errors import (
+    ConfigError,
+    DataError,
+    EstrError,
+    Interrupted,
+    WorkerDied,
+    WorkerError,
+    first_raised,
+)
 from ..functions import import_object
-from ..worker import Worker
+from ..worker import Worker, last_lines
+from .cache import Cache, as_json, checked
+from .job import Job, require_unchanged
 from .table import Row
 
-CODE = (
-    "advantages.py",
-    "batch.py",
-    "builtin",
-    "corrections",
-    "diagnostics.py",
-    "engines/sampler.py",
-    "environments/__init__.py",
-    "environments/calculator.py",
-    "environments/countdown.py",
-    "environments/demonstrations.py",
-    "environments/lookup.py",
-    "heads.py",
-    "lab/arithmetic.py",
-    "lab/controls.py",
-    "lab/decoder.py",
-    "lab/entropy_masks.py",
-    "lab/rollouts.py",
-    "lab/scoring.py",
-    "lab/staleness.py",
-    "lab/training.py",
-    "logprobs.py",
-    "losses.py",
-    "options/corrections.py",
-    "quantization.py",
-    "trainer.py",
-    "warmstart.py",
-)
-"""What the figures of a run come from, under the package's folder; the module of the job's own
-function comes on top."""
-
-_WHOLE_RUN = (
-    "buffer.py",
-    "deadlines.py",
-    "dispatcher.py",
-    "engine_versions.py",
-    "engines",
-    "evaluation.py",
-    "evaluation_rollouts.py",
-    "group.py",
-    "group_endings.py",
-    "groups.py",
-    "groups_snapshot.py",
-    "loop.py",
-    "members.py",
-    "problems.py",
-    "rollout.py",
-    "run.py",
-    "run_metrics.py",
-    "trainer_process.py",
-)
-
-MORE_CODE = {
-    "estr.lab.natural": _WHOLE_RUN,
-    "estr.lab.own": (*_WHOLE_RUN, "environments", "lab/natural.py"),
-    "estr.lab.token_noise": ("lab/archive.py", "lab/moments.py"),
-    "estr.lab.switch_tokens": ("lab/archive.py",),
-    "estr.lab.gradients": ("lab/archive.py",),
-    "estr.lab.noise_floor": ("lab/archive.py",),
-}
-"""What else stands behind the functions of a module."""
-
-TIMEOUT_S = 3 * 3600.0
-"""A single job that takes longer has hung."""
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """labels: columns of the table that tell this job's rows from others'. function:
-    "module:function" of a function that takes `config` (JSON data) and returns rows with measure,
-    step and value, and further labels of their own if need be."""
-
-    labels: Mapping[str, Any]
-    config: Mapping[str, Any]
-    function: str = "estr.lab.training:train_once"
-
-    @property
-    def digest(self) -> str:
-        """Names the job's figures: the same whenever they would be the same."""
-        content = [self.function, self.config, code_digest(self.function.partition(":")[0])]
-        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
-
-
-@functools.cache
-def code_digest(module: str) -> str:
-    """Of the source behind a job, formatting and comments aside, and of torch's version."""
-    root = Path(__file__).parents[1]
-    files = [
-        file
-        for name in (*CODE, *MORE_CODE.get(module, ()))
-        for file in ([root / name] if "." in name else sorted((root / name).iterdir()))
-        if file.is_file()
-    ]
-    own = root.parent.joinpath(*module.split(".")).with_suffix(".py")
-    if own.is_file() and own not in files:
-        files.append(own)
-    digest = hashlib.sha256(version("torch").encode())
-    for file in files:
-        digest.update(file.relative_to(root.parent).as_posix().encode())
-        data = file.read_bytes()
-        digest.update(ast.dump(ast.parse(data)).encode() if file.suffix == ".py" else data)
-    return digest.hexdigest()
+_LOOK_AGAIN_S = 1.0
+"""Between two looks at a job that another process is at."""
 
 
 class Progress(Protocol):
@@ -139,6 +44,10 @@ class Progress(Protocol):
 
     def done(self, job: Job, seconds: float) -> None: ...
 
+    def failed(self, job: Job, reason: str) -> None: ...
+
+    def tell(self, line: str) -> None: ...
+
 
 class Sweep:
     """Runs jobs under a folder. `processes`: how many at once, one thread each."""
@@ -146,99 +55,210 @@ class Sweep:
     def __init__(self, folder: Path, *, processes: int, progress: Progress | None = None) -> None:
         if processes < 1:
             raise ConfigError(f"--jobs must be at least 1, not {processes}")
-        self.cache = folder / "cache"
+        self._cache = Cache(folder / "cache")
         self._processes = processes
-        self._progress = progress
+        self._progress = progress or _Silent()
+        cores = os.cpu_count() or 1
+        if processes > cores:
+            self._progress.tell(
+                f"--jobs {processes} on {cores} cores: each run takes a core, and more at once "
+                "only wait for each other"
+            )
 
     def run(self, jobs: Sequence[Job]) -> list[Row]:
         """The rows of all jobs with their labels, in the order of the jobs; those that are not in
         the cache are run first.
 
-        Raises WorkerError naming the first job that failed, after all others have ended;
-        Interrupted when the user stops it. What has finished is kept in either case.
+        Raises WorkerError naming the first job that failed, after all others have ended; that job's
+        ConfigError or DataError at once where it would be one of all (`Job.alike`); ConfigError
+        where the cache cannot be written or the code behind the jobs is changed meanwhile;
+        DataError where a file cannot be kept; Interrupted when the user stops it. What has finished
+        is kept in any case.
         """
-        todo = {job.digest: job for job in jobs if not self._path(job).is_file()}
-        if self._progress is not None:
-            self._progress.begin(len({job.digest for job in jobs}), len(jobs) - len(todo))
-        if todo:
-            self.cache.mkdir(parents=True, exist_ok=True)
-            try:
-                failures = asyncio.run(self._run(list(todo.values())))
-            except KeyboardInterrupt as stop:
-                raise Interrupted(
-                    f"stopped; finished runs are kept in {self.cache}, the same command goes on"
-                ) from stop
-            if failures:
-                job, error = failures[0]
+        digests = [job.digest for job in jobs]
+        state = _State()
+        for digest, job in zip(digests, jobs, strict=True):
+            if digest in state.rows or digest in state.todo:
+                continue
+            rows = self._kept(job)
+            if rows is None:
+                state.todo[digest] = job
+            else:
+                state.rows[digest] = rows
+        self._progress.begin(len(set(digests)), len(state.rows))
+        if state.todo:
+            self._run_all(state)
+        return [
+            {**row, **job.labels, "job": digest}
+            for digest, job in zip(digests, jobs, strict=True)
+            for row in state.rows[digest]
+        ]
+
+    def _kept(self, job: Job) -> list[Row] | None:
+        try:
+            return self._cache.read(job)
+        except DataError as error:
+            self._progress.tell(f"{error}; this run is made anew")
+            return None
+
+    def _run_all(self, state: _State) -> None:
+        require_unchanged({job.module for job in state.todo.values()})
+        try:
+            with self._cache.logs() as logs:
+                asyncio.run(self._serve_all(state, logs))
+                if not state.failures:
+                    return
+                job, reason = state.failures[0]
                 raise WorkerError(
-                    f"{len(failures)} of {len(todo)} runs failed, first {dict(job.labels)}: "
-                    f"{error}; the others are kept in {self.cache}"
+                    f"{len(state.failures)} of {len(state.todo)} runs failed, first "
+                    f"{dict(job.labels)}: {reason}; the others are kept in {self._cache.folder}"
                 )
-        return [row for job in jobs for row in self._rows(job)]
+        except KeyboardInterrupt as stop:
+            raise Interrupted(
+                f"stopped; finished runs are kept in {self._cache.folder}, the same command goes on"
+            ) from stop
+        except BaseExceptionGroup as group:
+            raise first_raised(group) from None
 
-    def _path(self, job: Job) -> Path:
-        return self.cache / f"{job.digest}.json"
+    async def _serve_all(self, state: _State, logs: Path) -> None:
+        queue = deque(state.todo.items())
+        async with asyncio.TaskGroup() as group:
+            for number in range(min(self._processes, len(queue))):
+                group.create_task(self._serve(_Seat(number, logs), queue, state))
 
-    def _rows(self, job: Job) -> list[Row]:
-        path = self._path(job)
+    async def _serve(self, seat: _Seat, queue: deque[tuple[str, Job]], state: _State) -> None:
+        """One process, job after job; a new one where it died or hung."""
         try:
-            kept = json.loads(path.read_text(encoding="utf-8"))
-            measured = kept["rows"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DataError(f"{path} is torn or foreign ({error}); delete it and go on") from error
-        own = {**job.labels, "job": job.digest}
-        return [{**own, **row} for row in measured]
+            while queue:
+                digest, job = queue.popleft()
+                with self._cache.claim(job) as is_ours:
+                    rows = self._kept(job) if is_ours else None
+                    if rows is not None:  # another sweep has made it
+                        state.rows[digest] = rows
+                        self._progress.done(job, 0.0)
+                    elif is_ours:
+                        await self._make(seat, digest, job, state)
+                if not is_ours:
+                    queue.append((digest, job))
+                    await self._wait_for_others(state)
+        finally:
+            await seat.leave()
 
-    async def _run(self, jobs: list[Job]) -> list[tuple[Job, str]]:
-        queue = list(reversed(jobs))
-        failures: list[tuple[Job, str]] = []
+    async def _wait_for_others(self, state: _State) -> None:
+        if not state.waits:
+            state.waits = True
+            self._progress.tell("some of these runs are being made by another sweep; waiting")
+        await asyncio.sleep(_LOOK_AGAIN_S)
+
+    async def _make(self, seat: _Seat, digest: str, job: Job, state: _State) -> None:
+        """Run one job and keep it; its failure is noted."""
+        clock = time.monotonic()
         try:
-            async with asyncio.TaskGroup() as group:
-                for number in range(min(self._processes, len(jobs))):
-                    group.create_task(self._serve(number, queue, failures))
-        except BaseExceptionGroup as raised:
-            raise first_raised(raised) from raised
-        return failures
+            rows = await seat.result(job)
+        except _JobFailed as failure:
+            state.failures.append((job, str(failure)))
+            self._progress.failed(job, str(failure))
+            return
+        seconds = time.monotonic() - clock
+        require_unchanged([job.module])
+        self._cache.keep(job, rows, seconds)
+        state.rows[digest] = rows
+        self._progress.done(job, seconds)
 
-    async def _serve(self, number: int, queue: list[Job], failures: list[tuple[Job, str]]) -> None:
-        """One process, job after job; a new one where it died."""
-        while queue:
-            # As nice as this process is, also where Linux weighs whole sessions (autogroup).
-            worker = await Worker.start(
-                f"lab {number}", "estr.lab.sweep:Host", {}, threads=1, nice=os.nice(0)
-            )
-            try:
-                while queue:
-                    job = queue.pop()
-                    clock = time.monotonic()
-                    try:
-                        rows = await worker.call(
-                            "run", job.function, dict(job.config), timeout_s=TIMEOUT_S
-                        )
-                    except WorkerDied as error:
-                        failures.append((job, str(error)))
-                        break
-                    except Exception as error:  # noqa: BLE001 - one job must not end the others
-                        failures.append((job, f"{type(error).__name__}: {error}"))
-                        continue
-                    seconds = time.monotonic() - clock
-                    self._keep(job, rows, seconds)
-                    if self._progress is not None:
-                        self._progress.done(job, seconds)
-            finally:
-                await worker.close()
 
-    def _keep(self, job: Job, rows: list[Row], seconds: float) -> None:
-        path = self._path(job)
-        aside = path.with_name(f".{path.name}.{os.getpid()}")
-        kept = {"function": job.function, "config": job.config, "seconds": seconds, "rows": rows}
-        aside.write_text(json.dumps(kept), encoding="utf-8")
-        aside.replace(path)
+@dataclass(slots=True)
+class _State:
+    """Of one `Sweep.run`, by digest."""
+
+    rows: dict[str, list[Row]] = field(default_factory=dict)
+    todo: dict[str, Job] = field(default_factory=dict)
+    failures: list[tuple[Job, str]] = field(default_factory=list)
+    waits: bool = False
+    """Whether it was told that other sweeps are waited for."""
+
+
+class _JobFailed(Exception):
+    """A job did not give rows; the others go on."""
+
+
+class _Seat:
+    """One worker process after another."""
+
+    def __init__(self, number: int, logs: Path) -> None:
+        self._number = number
+        self._logs = logs
+        self._started = 0
+        self._worker: Worker | None = None
+
+    async def result(self, job: Job) -> list[Row]:
+        """The rows of a job. Raises _JobFailed; the process is given up where it died or hung.
+        Raises the job's own error where it would be that of all."""
+        worker = self._worker = self._worker or await self._start()
+        try:
+            async with asyncio.timeout(job.limit_s):
+                rows: list[Row] = await worker.call(
+                    "run", job.function, dict(job.config), timeout_s=None
+                )
+                return rows
+        except TimeoutError as error:
+            await self.leave(timeout_s=0.0)
+            log = last_lines(self._log)
+            raise _JobFailed(f"no result within {job.limit_s:g} s{log}") from error
+        except WorkerDied as error:
+            await self.leave()
+            raise _JobFailed(str(error)) from error
+        except (ConfigError, DataError) as error:
+            if job.alike:
+                raise type(error)(f"run {dict(job.labels)}: {error}") from error
+            raise _JobFailed(f"{type(error).__name__}: {error}") from error
+        except EstrError as error:
+            raise _JobFailed(f"{type(error).__name__}: {error}") from error
+
+    @property
+    def _log(self) -> Path:
+        return self._logs / f"lab-{self._number}-{self._started}.log"
+
+    async def _start(self) -> Worker:
+        self._started += 1
+        # As nice as this process is, also where Linux weighs whole sessions (autogroup).
+        return await Worker.start(
+            f"lab {self._number}",
+            "estr.lab.sweep:Host",
+            {},
+            threads=1,
+            nice=os.nice(0),
+            log=self._log,
+        )
+
+    async def leave(self, timeout_s: float = 5.0) -> None:
+        worker, self._worker = self._worker, None
+        if worker is not None:
+            await worker.close(timeout_s)
+
+
+class _Silent:
+    """No progress is shown."""
+
+    def begin(self, num_jobs: int, num_cached: int) -> None:
+        pass
+
+    def done(self, job: Job, seconds: float) -> None:
+        pass
+
+    def failed(self, job: Job, reason: str) -> None:
+        pass
+
+    def tell(self, line: str) -> None:
+        pass
 
 
 class Host:
     """What a worker process serves."""
 
     def run(self, function: str, config: dict[str, Any]) -> list[Row]:
+        """The rows as a file of the cache gives them back, or an error where none could."""
         found: Callable[[dict[str, Any]], list[Row]] = import_object(function, "function")
-        return found(config)
+        return checked(as_json(found(config)))
+
+
+__all__ = ["Host", "Job", "Progress", "Sweep"]

@@ -50,7 +50,8 @@ _SAMPLING: Table = {"max_new_tokens": 24, "max_tokens": 128}
 @dataclass(frozen=True, slots=True)
 class RunConfig:
     """Everything that a run depends on. collapse, defined beforehand: the held-out accuracy at the
-    end is below half of that at the start, or a loss or gradient was not finite."""
+    end is below half of that at the start, or a loss or gradient was not finite (nor can it be
+    where the sampler's logits are not)."""
 
     task: Table = field(default_factory=lambda: {"name": "calculator"})
     model: str = "builtin"
@@ -179,7 +180,8 @@ class LabRun:
         return groups
 
     def step(self) -> Metrics:
-        """One optimizer step. Raises NumericsError before the weights are touched."""
+        """One optimizer step. Raises NumericsError before the weights are touched, or where they
+        are broken already."""
         first = self.trainer.step * self.config.prompts
         trajectories = self.roll_out(first_group=first, num_groups=self.config.prompts)
         if self.config.entropy_of == "trainer":
@@ -236,10 +238,12 @@ def train_once(table: Mapping[str, Any]) -> list[Row]:
             rows += [_row(name, step, value) for name, value in window.to_row().items()]
             window = Metrics()
             if not nonfinite and step < config.steps:
-                rows.append(_row("accuracy", step, run.evaluate(1).mean()))
+                on_the_way, nonfinite = _outcomes(run, 1)
+                rows.append(_row("accuracy", step, on_the_way.mean()))
         if nonfinite:
             break
-    end = run.evaluate(config.eval_k)
+    end, cannot_draw = _outcomes(run, config.eval_k)
+    nonfinite |= cannot_draw
     reached = pass_curve(end)
     summary = {
         **{f"pass_at_{k}": value for k, value in reached.items()},
@@ -251,6 +255,14 @@ def train_once(table: Mapping[str, Any]) -> list[Row]:
         "cpu_s": time.process_time() - started,
     }
     return rows + [_row(name, step, value) for name, value in summary.items()]
+
+
+def _outcomes(run: LabRun, k: int) -> tuple[Outcomes, bool]:
+    """(outcomes, whether the weights are broken): those draw nothing, and solve nothing."""
+    try:
+        return run.evaluate(k), False
+    except NumericsError:
+        return np.zeros((run.config.eval_problems, k)), True
 
 
 _STARTS: dict[str, Outcomes] = {}
