@@ -10,7 +10,6 @@ from typing import IO, Any, Self, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ..display import printable
 from .job import Job
 
 _LINE_EVERY_S = 30.0
@@ -76,8 +75,8 @@ class SweepProgress:
         self.tell(f"failed: {words}: {short}")
 
     def tell(self, line: str) -> None:
-        """A line that is shown on a terminal, too, above the bar."""
-        words = printable(line, newlines=True)
+        """One line, shown on a terminal, too, above the bar; what is not visible is escaped."""
+        words = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
         self._console.print(words, markup=False, highlight=False, soft_wrap=True)
 
     def _say(self, line: str) -> None:
