@@ -43,7 +43,7 @@ def column(seen: Any, name: str, kind: str) -> Any:
 def test_intervals_have_the_values_of_the_textbook():
     mean, (low, high) = mean_interval([1.0, 2.0, 3.0])
     assert mean == 2.0
-    assert (low, high) == pytest.approx((2 - 4.303 / math.sqrt(3), 2 + 4.303 / math.sqrt(3)))
+    assert (low, high) == pytest.approx((2 - 4.302653 / math.sqrt(3), 2 + 4.302653 / math.sqrt(3)))
     assert mean_interval([0.5]) == (0.5, (0.5, 0.5))
     assert mean_interval([]) is None
     assert wilson_interval(0.5, 100) == pytest.approx((0.40383, 0.59617), abs=1e-5)
@@ -105,7 +105,7 @@ def test_seeds_are_averaged_where_all_of_them_are(tmp_path):
     assert recipe.runs == [0, 1]
     assert recipe.curves.x["step"] == [1, 2, 3, 4]
     assert recipe.curves.values["reward_mean"][0] == pytest.approx(0.506)
-    half = 12.706 * 0.01 / 2
+    half = 12.706205 * 0.01 / 2
     assert recipe.curves.high["reward_mean"][0] == pytest.approx(0.506 + half)
     assert recipe.curves.low["reward_mean"][0] == pytest.approx(0.506 - half)
     (evaluation,) = recipe.curves.evaluations
