@@ -15,11 +15,11 @@ from estr.config import Recipe, recipe_from_table
 from estr.display import (
     LiveReporter,
     PlainReporter,
-    printable,
     reporter_for,
     rollout_head,
     rollout_lines,
 )
+from estr.printable import printable
 from estr.run_folder import RunFolder, Summary
 from estr.run_progress import RunProgress, duration, rate, sparkline
 from estr.types import RolloutId, SamplingSettings, Segment, Trajectory

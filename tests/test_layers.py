@@ -23,6 +23,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "blocking",
         "own_loop",
         "output_files",
+        "printable",
     ),
     (
         "tiled_head",

@@ -25,6 +25,7 @@ from rich.text import Text
 
 from .evaluation_records import stretches
 from .options.tasks import title
+from .printable import printable
 from .progress import Row
 from .run_progress import RunProgress, duration, rate, sparkline
 
@@ -40,15 +41,6 @@ _ROLLOUT_EVERY_S = 2.0
 _ROLLOUT_CHARS = 400
 
 Decode = Callable[[list[int]], str]
-
-
-def printable(text: str, *, newlines: bool = False) -> str:
-    """The text with everything that is not a visible character or a space as a Python escape
-    (newlines: those are kept)."""
-    return "".join(
-        c if c.isprintable() or (newlines and c == "\n") else c.encode("unicode_escape").decode()
-        for c in text.encode("utf-8", "backslashreplace").decode()
-    )
 
 
 def result_lines(summary: Summary, folder: RunFolder) -> list[tuple[str, str]]:

@@ -27,6 +27,7 @@ import msgspec
 
 from .errors import DataError
 from .output_files import write_whole
+from .printable import printable
 from .types import SCORED_STATUSES, Status, Trajectory
 
 Decode = Callable[[list[int]], str]
@@ -173,15 +174,10 @@ def _transcript(record: RolloutRecord) -> str:
     lines = [f"== {record.example}, rollout {record.index}: {outcome}{status}{answer}"]
     for who, text in record.turns:
         shown = text.removesuffix("\n").split("\n")
-        lines += [f"  {who if i == 0 else '':<5} | {_visible(t)}" for i, t in enumerate(shown)]
+        lines += [f"  {who if i == 0 else '':<5} | {printable(t)}" for i, t in enumerate(shown)]
     if record.error is not None:
-        lines.append(f"  error | {_visible(record.error)}")
+        lines.append(f"  error | {printable(record.error)}")
     return "\n".join(lines) + "\n"
-
-
-def _visible(text: str) -> str:
-    """Control characters as escapes: a transcript is read on a terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def weights_digest(folder: Path) -> str:

@@ -84,7 +84,7 @@ class _Commands(click.Group):
 
 
 def _report(error: EstrError) -> int:
-    from ..display import printable
+    from ..printable import printable
 
     click.echo(f"error: {printable(str(error), newlines=True)}", err=True)
     return 2 if isinstance(error, ConfigError) else 130 if isinstance(error, Interrupted) else 1

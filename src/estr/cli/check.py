@@ -33,7 +33,7 @@ def check(recipe: str | None, show_all: bool, overrides: tuple[str, ...]) -> Non
     import tomli_w
 
     from ..check import check_recipe
-    from ..display import printable
+    from ..printable import printable
 
     with contextlib.redirect_stdout(sys.stderr):  # what a user's own functions print is no recipe
         findings = check_recipe(find_recipe(recipe), overrides)
@@ -57,7 +57,8 @@ def _show(findings: Findings) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from ..display import printable, rollout_lines
+    from ..display import rollout_lines
+    from ..printable import printable
 
     console = Console(file=sys.stdout, soft_wrap=True)
     several = len({trajectory.task for trajectory in findings.shown}) > 1

@@ -84,7 +84,7 @@ def evaluate(
 
 def _kept(name: str, runs: Path, weights: str, result: EvalResult) -> dict[str, Any]:
     """The result as JSON writes it; that of a run is also added to its eval.jsonl."""
-    from ..display import printable
+    from ..printable import printable
     from ..subject import find_run
 
     run = find_run(name, runs)

@@ -41,8 +41,8 @@ def ledger(run: str, query: str | None, rows: int, as_json: bool, runs: Path) ->
       estr ledger calculator mask-rate
       estr ledger calculator "select lag, count(*) from trained_tokens group by lag order by lag"
     """
-    from ..display import printable
     from ..ledger import open_ledger, shipped_queries
+    from ..printable import printable
 
     opened = open_ledger(run_folder(run, runs))
     for line in opened.torn:
@@ -95,7 +95,7 @@ def _is_numeric(column: Sequence[Any]) -> bool:
 
 
 def _shown(cell: Any) -> str:
-    from ..display import printable
+    from ..printable import printable
 
     if cell is None:
         return "-"

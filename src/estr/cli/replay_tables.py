@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..display import printable
+from ..printable import printable
 from ..replay.results import Example, Gradients, Part, Replay, by_part
 
 Decode = Callable[[list[int]], str]

@@ -53,8 +53,8 @@ def report(
     """
     from rich.console import Console
 
-    from ..display import printable
     from ..output_files import require_writable
+    from ..printable import printable
     from ..report import Budget, write_report
 
     folders = [run_folder(name, runs) for name in names]

@@ -75,8 +75,9 @@ def _print_rollouts(title: str, subject: Subject, num: int) -> None:
     from rich.console import Console
     from rich.text import Text
 
-    from ..display import printable, rollout_head, rollout_lines
+    from ..display import rollout_head, rollout_lines
     from ..evaluation import sample_rollouts
+    from ..printable import printable
 
     console = Console(file=sys.stdout, soft_wrap=True)
     console.print(Text(printable(f"{title}: {subject.folder}"), style="bold cyan"))

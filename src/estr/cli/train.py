@@ -73,7 +73,8 @@ def train(
     if deterministic:
         overrides = (*overrides, "deterministic=true")
     resolved = load_recipe(file, overrides)
-    from ..display import printable, reporter_for
+    from ..display import reporter_for
+    from ..printable import printable
     from ..run import train as train_recipe
 
     with reporter_for(sys.stdout, live=live) as reporter:

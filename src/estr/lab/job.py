@@ -69,6 +69,7 @@ EXEMPT = {
     "progress.py",
     "run_progress.py",
     "display.py",
+    "printable.py",
     # processes, and how they and their weights find each other
     "blocking.py",
     "calls.py",

@@ -10,6 +10,7 @@ from typing import IO, Any, Self, cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from ..printable import printable
 from .job import Job
 
 _LINE_EVERY_S = 30.0
@@ -76,8 +77,7 @@ class SweepProgress:
 
     def tell(self, line: str) -> None:
         """One line, shown on a terminal, too, above the bar; what is not visible is escaped."""
-        words = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
-        self._console.print(words, markup=False, highlight=False, soft_wrap=True)
+        self._console.print(printable(line), markup=False, highlight=False, soft_wrap=True)
 
     def _say(self, line: str) -> None:
         if not self._console.is_terminal:
