@@ -37,8 +37,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "metrics",
         "kl",
         "diagnostics",
-        "student",
         "scores",
+        "student",
         "ledger",
     ),
     (

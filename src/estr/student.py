@@ -7,10 +7,7 @@ import math
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-Interval = tuple[float, float]
-
-LEVEL = 0.95
-"""Of every interval."""
+from .scores import LEVEL, Interval
 
 
 def student_cdf(t: float, freedom: int) -> float:
