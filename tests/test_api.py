@@ -221,10 +221,46 @@ def test_the_handlers_of_the_program_are_its_own_again_afterwards() -> None:
     before = [signal.signal(number, own) for number in blocking.SIGNALS]
     try:
         assert blocking.run(lambda: _interrupted([])) == "stopped"
-        assert [signal.getsignal(number) for number in blocking.SIGNALS] == [own, own]
+        assert [signal.getsignal(number) for number in blocking.SIGNALS] == [own] * 3
     finally:
         for number, handler in zip(blocking.SIGNALS, before, strict=True):
             signal.signal(number, handler)
+
+
+async def _hung_up(calls: list[str]) -> None:
+    """Work that is sent a hangup twice, then SIGTERM."""
+    with blocking.interrupts_go_to(lambda: calls.append("called")):
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+            await asyncio.sleep(0.05)
+            calls.append(number.name)
+
+
+HUNG_UP = ["called", "SIGHUP", "SIGHUP", "called", "SIGTERM"]
+
+
+def test_a_second_hangup_says_nothing_new() -> None:
+    calls: list[str] = []
+    blocking.run(lambda: _hung_up(calls))
+    assert calls == HUNG_UP
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+async def test_a_second_hangup_says_nothing_new_under_a_running_loop() -> None:
+    calls: list[str] = []
+    blocking.run(lambda: _hung_up(calls))
+    assert calls == HUNG_UP
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
+
+
+def test_a_hangup_that_is_ignored_stays_so() -> None:
+    calls: list[str] = []
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        blocking.run(lambda: _hung_up(calls))
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    assert calls == ["SIGHUP", "SIGHUP", "called", "SIGTERM"]
 
 
 async def test_ctrl_c_reaches_the_work_under_a_running_loop() -> None:

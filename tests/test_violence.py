@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import pty
+import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -247,6 +250,48 @@ def test_one_interrupt_saves_and_ends_with_130(tmp_path: Path) -> None:
     assert verify(start)["step"] == 0
     assert verify(saved)["step"] >= 3
     assert json.loads((saved / "trainer.json").read_text())["step"] == verify(saved)["step"]
+
+
+ON_A_TERMINAL = """
+import fcntl, termios
+from estr.cli import main
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that the kernel tells this process when it hangs up
+main()
+"""
+
+
+def _read(terminal: int, until: threading.Event) -> None:
+    """What nobody reads would stop who writes it. Then the terminal hangs up."""
+    while not until.is_set():
+        if select.select([terminal], [], [], 0.05)[0]:
+            os.read(terminal, 65536)
+    os.close(terminal)
+
+
+@pytest.mark.parametrize("display", ["--live", "--plain"])
+def test_a_terminal_that_hangs_up_saves_and_ends(tmp_path: Path, display: str) -> None:
+    terminal, theirs = pty.openpty()
+    sets = [f"--set={option}" for option in (*SMALL, "steps=400", "checkpoint.every_steps=0")]
+    process = subprocess.Popen(
+        [sys.executable, "-c", ON_A_TERMINAL, "train", display, "--runs", str(tmp_path), *sets],
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+        start_new_session=True,
+    )
+    os.close(theirs)
+    hangup = threading.Event()
+    reader = threading.Thread(target=_read, args=(terminal, hangup))
+    reader.start()
+    try:
+        _wait_for_step(tmp_path / "calculator", 3, process)
+    finally:
+        hangup.set()
+        reader.join()
+    assert process.wait(timeout=60) == 130
+    saved = max((tmp_path / "calculator" / "checkpoints").iterdir())
+    assert verify(saved)["step"] >= 3
+    assert not _workers_of(process.pid)
 
 
 def _first_worker(process: subprocess.Popen[bytes]) -> int:

@@ -6,9 +6,11 @@ In a script that is asyncio.run. Where this thread runs an event loop already (a
 asynchronous program), the work gets a thread and a loop of its own, and the caller waits for it; to
 go on meanwhile, an asynchronous program says `await asyncio.to_thread(estr.train, recipe)`.
 
-    with blocking.interrupts_go_to(handler):    Ctrl-C and SIGTERM call it, on the work's loop
+    with blocking.interrupts_go_to(handler):    SIGNALS call it, on the work's loop
 
-Without a handler Ctrl-C cancels the work, in either case.
+Without a handler Ctrl-C cancels the work, in either case. A terminal that hangs up says so once,
+and its shell once more: a hangup counts only as the first of all signals. Where a program handles
+or ignores it already (nohup), it stays so.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 Handler = Callable[[], None]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SIGNALS = (signal.SIGINT, signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else []))
 
 _handlers: ContextVar[list[Handler] | None] = ContextVar("handlers", default=None)
 """Of work whose signals arrive in another thread, the last one is called. None: they come here."""
@@ -48,8 +50,8 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
     def on_signal(number: int, frame: object) -> None:
         nonlocal interrupted
-        interrupted = True
-        if handlers:
+        hurried, interrupted = interrupted, True
+        if handlers and not (hurried and _is_hangup(number)):
             handlers[-1]()
 
     with ThreadPoolExecutor(1, thread_name_prefix="estr") as thread, _calling(on_signal):
@@ -63,8 +65,8 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
 
 @contextlib.contextmanager
 def interrupts_go_to(handler: Handler) -> Iterator[None]:
-    """Inside, Ctrl-C and SIGTERM call `handler` on the running loop. Where no signal can be caught
-    (a thread that nobody forwards them to), Python's own handling stays."""
+    """Inside, the signals call `handler` on the running loop. Where none can be caught (a thread
+    that nobody forwards them to), Python's own handling stays."""
     loop = asyncio.get_running_loop()
     elsewhere = _handlers.get()
     if elsewhere is not None:
@@ -74,11 +76,19 @@ def interrupts_go_to(handler: Handler) -> Iterator[None]:
         finally:
             elsewhere.pop()
         return
+    came = False
+
+    def on_signal(number: int) -> None:
+        nonlocal came
+        hurried, came = came, True
+        if not (hurried and _is_hangup(number)):
+            handler()
+
     before: dict[signal.Signals, Any] = {}
-    for number in SIGNALS:
+    for number in _caught():
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
             own = signal.getsignal(number)
-            loop.add_signal_handler(number, handler)
+            loop.add_signal_handler(number, on_signal, number)
             before[number] = own
     try:
         yield
@@ -86,6 +96,14 @@ def interrupts_go_to(handler: Handler) -> Iterator[None]:
         for number, own in before.items():
             loop.remove_signal_handler(number)
             _put_back(number, own)
+
+
+def _caught() -> list[signal.Signals]:
+    return [n for n in SIGNALS if not _is_hangup(n) or signal.getsignal(n) is signal.SIG_DFL]
+
+
+def _is_hangup(number: int) -> bool:
+    return number == getattr(signal, "SIGHUP", None)
 
 
 def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
@@ -97,7 +115,7 @@ def _call_soon(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) 
 def _calling(on_signal: Callable[[int, Any], None]) -> Iterator[None]:
     """Signals call it while this thread waits; only the main thread is ever sent any."""
     before: dict[signal.Signals, Any] = {}
-    for number in SIGNALS:
+    for number in _caught():
         with contextlib.suppress(ValueError):  # not the main thread
             before[number] = signal.signal(number, on_signal)
     try:

@@ -9,7 +9,6 @@ nothing in it is read as markup.
 
 from __future__ import annotations
 
-import contextlib
 import math
 import shlex
 import time
@@ -28,6 +27,7 @@ from .options.tasks import title
 from .printable import printable
 from .progress import Row
 from .run_progress import RunProgress, duration, rate, sparkline
+from .streams import careless
 
 if TYPE_CHECKING:
     from .config import Recipe
@@ -134,7 +134,7 @@ class PlainReporter:
     """Lines for files and pipes: ASCII but for what others wrote, no control characters."""
 
     def __init__(self, stream: IO[str], *, every_s: float = PLAIN_EVERY_S) -> None:
-        self._stream = stream
+        self._stream = careless(stream)
         self._every_s = every_s
         self._said_at = -math.inf
         self._progress: RunProgress | None = None
@@ -181,9 +181,7 @@ class PlainReporter:
             self._say(f"{name:<18} {value}")
 
     def _say(self, text: str) -> None:
-        # A reader that has gone away must not end the run.
-        with contextlib.suppress(OSError, ValueError):
-            print(printable(text), file=self._stream, flush=True)
+        print(printable(text), file=self._stream, flush=True)
 
 
 class LiveReporter:
@@ -234,16 +232,11 @@ class LiveReporter:
         self._draw()
 
     def message(self, text: str) -> None:
-        self._print(Text(f"note: {printable(text)}", style="yellow"))
+        self._console.print(Text(f"note: {printable(text)}", style="yellow"))
 
     def finished(self, summary: Summary, folder: RunFolder) -> None:
         self._live.stop()
-        self._print(_grid(result_lines(summary, folder)))
-
-    def _print(self, what: RenderableType) -> None:
-        # A terminal that has gone away must not end the run.
-        with contextlib.suppress(OSError, ValueError):
-            self._console.print(what)
+        self._console.print(_grid(result_lines(summary, folder)))
 
     def _draw(self) -> None:
         if self._progress is not None:
@@ -272,7 +265,7 @@ class LiveReporter:
 def reporter_for(stream: IO[str], *, live: bool | None = None) -> LiveReporter | PlainReporter:
     """The display that suits the stream (live: None), or the one asked for."""
     if live if live is not None else stream.isatty():
-        return LiveReporter(Console(file=stream, force_terminal=True if live else None))
+        return LiveReporter(Console(file=careless(stream), force_terminal=True if live else None))
     return PlainReporter(stream)
 
 

@@ -356,14 +356,14 @@ def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float
 
 
 class _Stop(asyncio.Event):
-    """Set by the first SIGINT or SIGTERM. at_once: nothing has been learned that could be saved."""
+    """Set by the first signal. at_once: nothing has been learned that could be saved."""
 
     at_once = True
 
 
 @contextlib.contextmanager
 def _stopped_by_signals(reporter: Reporter) -> Iterator[_Stop]:
-    """What the first SIGINT or SIGTERM sets; the second cancels the run at once, and so does the
+    """What the first signal sets; the second cancels the run at once, and so does the
     first while its processes start."""
     task = asyncio.current_task()
     assert task is not None

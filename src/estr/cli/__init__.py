@@ -11,6 +11,7 @@ on purpose become one line and an exit code.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import sys
@@ -86,7 +87,8 @@ class _Commands(click.Group):
 def _report(error: EstrError) -> int:
     from ..printable import printable
 
-    click.echo(f"error: {printable(str(error), newlines=True)}", err=True)
+    with contextlib.suppress(OSError):  # a terminal that hung up: the exit code still tells
+        click.echo(f"error: {printable(str(error), newlines=True)}", err=True)
     return 2 if isinstance(error, ConfigError) else 130 if isinstance(error, Interrupted) else 1
 
 

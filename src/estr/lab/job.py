@@ -70,6 +70,7 @@ EXEMPT = {
     "run_progress.py",
     "display.py",
     "printable.py",
+    "streams.py",
     # processes, and how they and their weights find each other
     "blocking.py",
     "calls.py",

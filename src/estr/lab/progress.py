@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from types import TracebackType
-from typing import IO, Any, Self, cast
+from typing import IO, Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from ..printable import printable
+from ..streams import careless
 from .job import Job
 
 _LINE_EVERY_S = 30.0
@@ -18,30 +18,11 @@ _MAX_REASON = 500
 """Characters of a failure's reason that are shown as it happens; the end of the sweep tells all."""
 
 
-class _Careless:
-    """A stream that goes on where nobody reads it any more: a sweep does not end with its bar."""
-
-    def __init__(self, stream: IO[str]) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._stream.flush()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-
 class SweepProgress:
     """Implements `estr.lab.sweep.Progress`."""
 
     def __init__(self, stream: IO[str]) -> None:
-        self._console = Console(file=stream and cast(IO[str], _Careless(stream)))
+        self._console = Console(file=stream and careless(stream))
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(),
