@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from importlib import import_module
 
 import numpy as np
@@ -21,6 +22,7 @@ from estr.lab.noise_statistics import likelihood, rare_excess, spread
 from estr.lab.staleness import Staleness
 from estr.lab.switch_tokens import Tokens, matched_rows, switch_offsets
 from estr.lab.training import RunConfig
+from estr.student import mean_interval
 from estr.types import RolloutId
 
 # Moments
@@ -90,10 +92,38 @@ def test_each_tail_is_told_from_the_others(law, beyond):
     assert getattr(tail, law)[0] == pytest.approx(rates[law])
 
 
-def test_intervals_are_over_whole_seeds():
-    by_seed = np.array([[1.0, 10.0], [3.0, 10.0]])
-    assert seed_interval(lambda s: s[0] / s[1], by_seed) == pytest.approx((0.1, 0.3))
+def test_the_interval_of_a_mean_is_students():
+    values = [0.1, 0.2, 0.4, 0.5, 0.8]
+    by_seed = np.array([[value, 1.0] for value in values])
+    found = seed_interval(lambda s: s[0] / s[1], by_seed)
+    assert found == pytest.approx((0.059957, 0.740043), abs=1e-6)
+    assert found == pytest.approx(mean_interval(values))
+
+
+def test_the_interval_of_a_ratio_is_over_whole_seeds():
+    by_seed = np.array([[1.0, 10.0], [3.0, 20.0], [4.0, 10.0]])
+    # Pooled 8/40. Without one seed 7/30, 5/20, 4/30: a standard error of 0.0728604, times 4.302653.
+    assert seed_interval(lambda s: s[0] / s[1], by_seed) == pytest.approx(
+        (-0.113493, 0.513493), abs=1e-6
+    )
     assert all(map(math.isnan, seed_interval(lambda s: s[0], by_seed[:1])))
+    assert all(map(math.isnan, seed_interval(lambda s: math.nan, by_seed)))
+
+
+def test_nine_of_ten_intervals_of_five_seeds_hold_the_slope():
+    """Where those of a percentile bootstrap over seeds would be eight of ten."""
+    rng, x = np.random.default_rng(0), np.linspace(0.1, 2, 8)
+    slope = partial(_slope, x)
+    held = 0
+    for _ in range(400):
+        noise = rng.normal(0, 0.1, (5, 8)) + rng.normal(0, 0.1, (5, 1))
+        low, high = seed_interval(slope, x**1.5 * np.exp(noise))
+        held += low <= 1.5 <= high
+    assert 372 <= held <= 392
+
+
+def _slope(x, y):
+    return fit_power(x, y).slope
 
 
 def test_statistics_of_sums():

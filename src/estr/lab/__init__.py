@@ -7,7 +7,7 @@
              staleness which version draws which token
              decoder   a small decoder as a function of its weights
              arithmetic  what the sampler computes in
-       statistics      paired bootstrap, Holm, verdicts
+       statistics      paired Student's t, Holm, verdicts
 
 Nothing of the method itself stands here: log-probs, corrections, losses, advantages, batches, the
 trainer and the tasks are those of every other run. See docs/lab.
