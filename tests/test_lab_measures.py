@@ -15,7 +15,14 @@ from estr.corrections import build_correction
 from estr.lab import gradients
 from estr.lab.archive import Archive, policy_logprobs, sampled_column
 from estr.lab.experiments import fidelity, find_experiment, scaling, switches
-from estr.lab.fits import fit_line, fit_power, fit_tails, seed_interval
+from estr.lab.fits import (
+    fit_line,
+    fit_power,
+    fit_tails,
+    rank_correlation,
+    rank_interval,
+    seed_interval,
+)
 from estr.lab.lab import Lab, write_report
 from estr.lab.moments import binned_sums, divergences, token_scale
 from estr.lab.noise_statistics import likelihood, rare_excess, spread
@@ -126,6 +133,18 @@ def _slope(x, y):
     return fit_power(x, y).slope
 
 
+def test_rank_correlations_are_spearmans():
+    assert rank_correlation(np.array([1.0, 2, 3, 4, 5]), np.array([20.0, 1, 400, 30, 5000])) == (
+        pytest.approx(0.8)
+    )
+    ties = rank_correlation(np.array([1.0, 2, 2, 3]), np.array([1.0, 2, 3, 4]))
+    assert ties == pytest.approx(4.5 / math.sqrt(22.5))
+    assert math.isnan(rank_correlation(np.array([1.0, 1, 1]), np.array([1.0, 2, 3])))
+    assert rank_interval(0.8, 20) == pytest.approx((0.502364, 0.928135), abs=1e-6)
+    assert rank_interval(1.0, 20)[0] < 1.0
+    assert all(map(math.isnan, rank_interval(0.8, 3)))
+
+
 def test_statistics_of_sums():
     tokens = np.array([500.0, 0, 0, 0, 400.0, 400.0, 100.0])
     z, z2 = 0.5 * tokens, np.array([9e9, 0, 0, 0, 200.0, 500.0, 9e9])
@@ -199,15 +218,20 @@ def test_progress_along_a_direction_is_the_product_of_gradients(archive):
     drawn = archive.draw(Staleness(inter=1), "int3", 4)
     batch = gradients._batch(archive, drawn)
     before = [p.detach().clone() for p in archive.run.trainer.parameters.values()]
-    v = gradients.gradient(archive, gradients._batch(archive, drawn[:16]))
+    v = gradients.gradient(archive, [gradients._batch(archive, drawn[:16])])
     changes = gradients.changes_along(archive, batch, v)
     policy = gradients._policy(archive, batch)
     for entry in ({"name": "none"}, {"name": "estr", "tau": 0.05}):
         rule = build_correction([entry])
         coefficients, kept = gradients.coefficients_of(batch, policy, rule)
-        whole = gradients.gradient(archive, batch, rule)
+        whole = gradients.gradient(archive, [batch], rule)
         assert float(coefficients @ changes) == pytest.approx(float(whole @ v), rel=0.02)
         assert (kept < 1.0) == (entry["name"] == "estr")
+    parts = gradients._batches(archive, drawn, 200)
+    assert len(parts) > 2
+    torch.testing.assert_close(
+        gradients.gradient(archive, parts), gradients.gradient(archive, [batch])
+    )
     after = archive.run.trainer.parameters.values()
     assert all(torch.equal(p, old) for p, old in zip(after, before, strict=True))
 
@@ -242,7 +266,7 @@ def test_a_tiny_run_gives_a_report(name, tmp_path, monkeypatch):
     monkeypatch.setattr(scaling, "QUICK", ((1,), 2, 64))
     monkeypatch.setattr(switches, "SPANS", {"1 switch": (1, 1)})
     monkeypatch.setattr(switches, "QUICK", (2, 4))
-    monkeypatch.setattr(fidelity, "QUICK", (2, 4, 4))
+    monkeypatch.setattr(fidelity, "QUICK", (2, 4, 4, 6))
     report = find_experiment(name).run(Lab(Direct(), quick=True))
     assert all(path.stat().st_size for path in write_report(name, report, tmp_path))
     measures = {row["measure"] for row in report.rows}

@@ -104,16 +104,17 @@ def curves(
     ylabel: str,
     logarithmic: bool = False,
     slope: float | None = None,
+    joined: bool = True,
 ) -> None:
-    """One panel for each key, in it a line for each label. slope: that of a dashed line through the
-    middle of a logarithmic panel, for the eye."""
+    """One panel for each key, in it a line for each label. joined: False leaves the points alone.
+    slope: that of a dashed line through the middle of a logarithmic panel, for the eye."""
     pyplot = _pyplot()
     figure, axes = pyplot.subplots(
         1, len(panels), squeeze=False, sharey=True, figsize=(1 + 3.4 * len(panels), 3.6)
     )
     for axis, (title, lines) in zip(axes[0], panels.items(), strict=True):
         for label, (x, y) in lines.items():
-            axis.plot(x, y, "o-", markersize=3, linewidth=1, label=label)
+            axis.plot(x, y, "o-" if joined else "o", markersize=3, linewidth=1, label=label)
         if logarithmic:
             axis.set(xscale="log", yscale="log")
         if slope is not None and lines:

@@ -3,6 +3,7 @@
 fit_line         is it linear?  y = slope * x + intercept, R2
 fit_power        with what exponent?
 fit_tails        does P(|z| > x) fall like a Gaussian, an exponential or a power?
+rank_correlation do two columns put things into the same order?
 seed_interval    of any smooth statistic of pooled sums, over seeds
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import NormalDist
 from typing import NamedTuple
 
 import numpy as np
@@ -66,6 +68,34 @@ def fit_tails(edges: Sequence[float], counts: Floats, total: float, *, least: fl
     log_share = np.log(beyond[beyond >= least] / total)
     fits = [fit_line(f, log_share) for f in (x**2, x, np.log(x))]
     return Tail(*(Line(-fit.slope, fit.intercept, fit.r2) for fit in fits))
+
+
+def rank_correlation(x: Floats, y: Floats) -> float:
+    """Spearman's, ties at their mean rank; NaN where a column has one value alone."""
+    a, b = _ranks(x), _ranks(y)
+    a, b = a - a.mean(), b - b.mean()
+    length = float(np.linalg.norm(a) * np.linalg.norm(b))
+    return float(a @ b) / length if length > 0 else float("nan")
+
+
+def _ranks(values: Floats) -> Floats:
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    last = counts.cumsum()
+    ranks: Floats = (last - (counts - 1) / 2)[place]
+    return ranks
+
+
+def rank_interval(correlation: float, n: int) -> Interval:
+    """95 % interval of Spearman's correlation of n independent pairs; NaN of fewer than 4.
+
+    Source: Bonett and Wright, "Sample size requirements for estimating Pearson, Kendall and
+    Spearman correlations" (2000): Fisher's z, standard error sqrt((1 + r^2 / 2) / (n - 3))."""
+    if n < 4:
+        return float("nan"), float("nan")
+    error = math.sqrt((1 + correlation**2 / 2) / (n - 3))
+    half = NormalDist().inv_cdf((1 + LEVEL) / 2) * error
+    inside = max(-1 + 1e-12, min(1 - 1e-12, correlation))
+    return math.tanh(math.atanh(inside) - half), math.tanh(math.atanh(inside) + half)
 
 
 def seed_interval(statistic: Callable[[Floats], float], by_seed: Floats) -> Interval:

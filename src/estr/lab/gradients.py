@@ -34,6 +34,8 @@ from .training import RunConfig
 
 _ONE_BATCH = 10**9
 """Padded tokens: what reads a whole step or whole sequences then needs no second pass."""
+_PART = 2**15
+"""Padded tokens of a backward pass for v, of which there may be many."""
 
 _STEP = 0.02
 """How far the weights are moved along v, either way: the log-probs change by some hundredths."""
@@ -43,8 +45,8 @@ ON_POLICY = "on-policy"
 
 def measure(table: Mapping[str, Any]) -> list[Row]:
     """table: run (a RunConfig), regimes (name -> arithmetic and staleness), corrections (name ->
-    list of tables), groups (of a rule's rollouts and of each half of v), norm_groups (of those
-    that norms are taken on).
+    list of tables), groups (of a rule's rollouts), norm_groups (of those that norms are taken on),
+    reference_groups (of each half of v).
 
     Rows carry regime and method; measures: progress = r.v / v.v with noise in it, square = r.r on
     the small part, kept (share of tokens). Regime "on-policy" holds the fresh batch and, as method
@@ -55,19 +57,20 @@ def measure(table: Mapping[str, Any]) -> list[Row]:
     }
     keep = 1 + max(staleness.depth for _, staleness in regimes.values())
     archive = Archive(RunConfig.read(table["run"]), keep=keep)
-    groups = table["groups"]
+    groups, reference = table["groups"], table["reference_groups"]
     none = {"fresh": build_correction([{"name": "none"}])}
     halves = [
-        archive.draw(Staleness(), "float32", groups, first_group=first) for first in (0, groups)
+        archive.draw(Staleness(), "float32", reference, first_group=first)
+        for first in (0, reference)
     ]
-    a, b = (gradient(archive, _batch(archive, drawn)) for drawn in halves)
+    a, b = (gradient(archive, _batches(archive, drawn, _PART)) for drawn in halves)
     v = (a + b) / 2
     half = float(a @ b / (a.norm() * b.norm()))
     rows = [_row(ON_POLICY, "half", "cosine", half)]
     rules = {n: build_correction(entries) for n, entries in table["corrections"].items()}
     for regime, (arithmetic, staleness) in {ON_POLICY: ("float32", Staleness()), **regimes}.items():
         tried = none if regime == ON_POLICY else rules
-        drawn = archive.draw(staleness, arithmetic, groups, first_group=2 * groups)
+        drawn = archive.draw(staleness, arithmetic, groups, first_group=2 * reference)
         batch = _batch(archive, drawn)
         part = _batch(archive, drawn[: table["norm_groups"] * archive.run.config.group_size])
         changes = changes_along(archive, batch, v)
@@ -75,7 +78,7 @@ def measure(table: Mapping[str, Any]) -> list[Row]:
         for method, rule in tried.items():
             coefficients, kept = coefficients_of(batch, policy, rule)
             progress = float(coefficients @ changes / (v @ v))
-            square = float(gradient(archive, part, rule).square().sum())
+            square = float(gradient(archive, [part], rule).square().sum())
             rows += [
                 _row(regime, method, "progress", progress),
                 _row(regime, method, "square", square),
@@ -104,13 +107,18 @@ def changes_along(archive: Archive, batch: Batch, v: Tensor) -> Tensor:
     return changes
 
 
-def gradient(archive: Archive, batch: Batch, rule: Correction | None = None) -> Tensor:
-    """The flat gradient of what a rule (no correction) maximizes, at the newest weights."""
+def gradient(archive: Archive, batches: Sequence[Batch], rule: Correction | None = None) -> Tensor:
+    """The flat gradient of what a rule (no correction) maximizes, at the newest weights, over the
+    micro-batches of one step."""
     rule = build_correction([{"name": "none"}]) if rule is None else rule
-    columns = token_columns(batch, _policy(archive, batch), None)
-    result = policy_loss(columns, rule, denominators=batch.denominators)
-    parts = torch.autograd.grad(result.loss, list(archive.run.trainer.parameters.values()))
-    return -torch.cat([part.flatten() for part in parts])
+    parameters = list(archive.run.trainer.parameters.values())
+    total = torch.zeros(sum(p.numel() for p in parameters))
+    for batch in batches:
+        columns = token_columns(batch, _policy(archive, batch), None)
+        result = policy_loss(columns, rule, denominators=batch.denominators)
+        parts = torch.autograd.grad(result.loss, parameters)
+        total -= torch.cat([part.flatten() for part in parts])
+    return total
 
 
 @contextmanager
@@ -135,16 +143,22 @@ def _policy(archive: Archive, batch: Batch) -> Tensor:
 
 
 def _batch(archive: Archive, trajectories: Sequence[Trajectory]) -> Batch:
+    (batch,) = _batches(archive, trajectories, _ONE_BATCH)
+    return batch
+
+
+def _batches(
+    archive: Archive, trajectories: Sequence[Trajectory], token_budget: int
+) -> list[Batch]:
     groups = archive.run.groups(list(trajectories), 0)
-    (batch,) = make_batches(
+    return make_batches(
         trajectories,
         [a for g in groups for a in g.advantages],
         [g.id for g in groups for _ in g.trajectories],
         aggregation="batch",
-        token_budget=_ONE_BATCH,
+        token_budget=token_budget,
         whole_trajectories=True,
     )
-    return batch
 
 
 def _row(regime: str, method: str, measure: str, value: float) -> Row:

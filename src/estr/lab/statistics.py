@@ -2,7 +2,7 @@
 
 Differences are paired by seed: two methods with one seed met the same problems and uniforms. The
 seed is the unit, never the single problem, since what is claimed is about training runs; so few of
-them want Student's t, for a percentile bootstrap of five is too narrow by half.
+them want Student's t, for a percentile bootstrap of five is too narrow by a third.
 
     non-inferior   the lower bound of the difference lies above -MARGIN
     better         ... above +MARGIN

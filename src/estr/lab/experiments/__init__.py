@@ -17,6 +17,7 @@ EXPERIMENTS: dict[str, str] = {
     "scaling": "how the log-ratio scatters with the entropy, by source and lag",
     "switches": "entropy and log-ratio around switches of version",
     "fidelity": "gradients of the rules against the on-policy gradient",
+    "selector": "does the gradient foretell which rule trains well?",
     "diversity": "pass@k with high-entropy tokens kept or dropped",
     "collapse": "which indicators preceded collapses, how early, how often for nothing",
     "rules": "a rule space written down beforehand: is there a better rule?",

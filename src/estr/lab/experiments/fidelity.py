@@ -16,8 +16,9 @@ from .. import figures
 from ..fits import seed_interval
 from ..gradients import ON_POLICY
 from ..lab import Claim, Lab, Report
-from ..methods import ALL_METHODS, METHODS, Regime
+from ..methods import OPTIONS, REGIMES
 from ..moments import Floats
+from ..rules import Setting, entrants
 from ..statistics import answer, with_interval
 from ..sweep import Job
 from ..table import Row
@@ -25,21 +26,28 @@ from ..table import Row
 TITLE = "gradients of the rules against the on-policy gradient"
 
 STEPS = 25
-GROUPS = 64
+GROUPS = 128
 NORM_GROUPS = 12
-QUICK = (10, 8, 4)
+REFERENCE_GROUPS = 512
+QUICK = (10, 8, 4, 8)
 """With --quick, in the same order, in the first regime alone."""
-COMPARED = {
-    5e-4: {"int3": Regime("int3 sampler, no lag", "int3", {})},
-    2e-3: {
-        "lag": Regime("bf16 sampler, inter 15", "bfloat16", {"inter": 15}),
-        "int3 and lag": Regime("int3, inter 15 + intra 9", "int3", {"inter": 15, "intra": 9}),
-    },
-}
-"""Learning rate of the weights' history -> regimes; mismatch as heavy as it gets."""
+COMPARED = {5e-4: ("M", "D", "MD"), 2e-3: ("D",)}
+"""Learning rate of the weights' history -> regimes: those that `rules` trains in, and drift at the
+smaller step."""
 
-LEFT_OUT = ("dual_clip", "kpop")
-RIVALS = ("none", "icepop", "kpop, phi 0.05", "dppo", "estr_token", "estr_sequence")
+ESTR = "estr"
+RIVALS = (
+    "none",
+    "icepop",
+    "kpop, phi 0.05",
+    "tis, level sequence, cap 2",
+    "dppo",
+    "outward_token",
+    "token_sequence",
+)
+
+DEFAULTS = (*entrants(), "none_u", "no_clip")
+"""Shown apart, and drawn."""
 
 MEASURES = ("progress", "square", "kept")
 
@@ -49,16 +57,31 @@ Pools = dict[tuple[str, str], dict[str, Floats]]
 
 
 def corrections() -> dict[str, Any]:
-    """Methods at their defaults, and two at what heavy mismatch calls for."""
-    found = {n: m.default[1] for n, m in ALL_METHODS.items() if n not in LEFT_OUT}
-    found["estr, tau 0.2"] = METHODS["estr"].variants[1][1]
-    found["kpop, phi 0.05"] = METHODS["kpop"].variants[2][1]
-    return found
+    """Every setting of every rule and baseline of `rules` whose numbers need no training, and two
+    forms of no correction; a default goes by the name of its rule alone."""
+    found: dict[str, Any] = {
+        named(name, setting): setting.correction
+        for name, rule in entrants().items()
+        for setting in rule.settings
+        if not setting.noise_floor
+    }
+    return found | {name: OPTIONS[name].default[1] for name in ("none_u", "no_clip")}
+
+
+def named(name: str, setting: Setting) -> str:
+    default = setting == entrants()[name].settings[0]
+    return name if default else f"{name}, {setting.option}"
+
+
+def regime_label(regime: str, lr: float) -> str:
+    return f"{regime}, lr {lr:g}"
 
 
 def jobs(lab: Lab) -> list[Job]:
     """One for each learning rate and seed."""
-    steps, groups, norm_groups = QUICK if lab.quick else (STEPS, GROUPS, NORM_GROUPS)
+    usual = (STEPS, GROUPS, NORM_GROUPS, REFERENCE_GROUPS)
+    steps, groups, norm_groups, reference_groups = QUICK if lab.quick else usual
+    compared = {5e-4: ("M",)} if lab.quick else COMPARED
     return [
         Job(
             {"lr": lr, "seed": seed},
@@ -69,14 +92,15 @@ def jobs(lab: Lab) -> list[Job]:
                     "lr": lr,
                     "correction": [{"name": "none"}],
                 },
-                "regimes": {f"{name}, lr {lr:g}": its.config() for name, its in regimes.items()},
+                "regimes": {regime_label(r, lr): REGIMES[r].config() for r in regimes},
                 "corrections": corrections(),
                 "groups": groups,
                 "norm_groups": norm_groups,
+                "reference_groups": reference_groups,
             },
             function="estr.lab.gradients:measure",
         )
-        for lr, regimes in (list(COMPARED.items())[:1] if lab.quick else COMPARED.items())
+        for lr, regimes in compared.items()
         for seed in lab.judge_seeds
     ]
 
@@ -84,14 +108,18 @@ def jobs(lab: Lab) -> list[Job]:
 def run(lab: Lab) -> Report:
     rows = lab.run(jobs(lab))
     found = measured(pooled(rows))
-    panels = {
-        regime: {m: [value.cosine[0]] for (its, m), value in found.items() if its == regime}
-        for regime in dict.fromkeys(regime for regime, _ in found)
-    }
+    shown = {cell: value for cell, value in found.items() if cell[1] in DEFAULTS}
+    panels: dict[str, dict[str, list[float]]] = {}
+    for (regime, method), value in shown.items():
+        panels.setdefault(regime, {})[method] = [value.cosine[0]]
     draw = functools.partial(
         figures.dots, panels, ylabel="cosine to on-policy, over a fresh batch's", lines={"fresh": 1}
     )
-    tables = {"gradients [95 % over seeds]": lines(found), "the reference": reference_lines(rows)}
+    tables = {
+        "gradients of the defaults [95 % over seeds]": lines(shown),
+        "the reference": reference_lines(rows),
+        "every setting": lines(found),
+    }
     return Report(rows, claims(found), tables, draw if panels else None)
 
 
@@ -170,7 +198,7 @@ def claims(found: Mapping[tuple[str, str], Fidelity]) -> list[Claim]:
         results: dict[str, bool | None] = {}
         told = []
         for regime in regimes:
-            value, (low, high) = _difference(found[regime, "estr"], found[regime, rival])
+            value, (low, high) = _difference(found[regime, ESTR], found[regime, rival])
             results[regime] = True if low > 0 else False if high < 0 else None
             told.append(f"{regime}: {with_interval(value, low, high, '+.2f')}")
         made.append(
