@@ -67,9 +67,9 @@ def lab(
     """Re-measure a claim of the paper on this machine.
 
     NAME is compare, staleness, sensitivity, controls, scaling, switches, fidelity, diversity,
-    collapse, rules, or paper (every claim of the paper: all but the two before). Every run takes a
-    core for seconds to a minute; finished ones are kept, so stopping costs nothing. The result is
-    one table, the verdicts, a page and, with matplotlib, a figure.
+    collapse, selector, rules, or paper (every claim of the paper: all but the three before). Every
+    run takes a core for seconds to a minute; finished ones are kept, so stopping costs nothing. The
+    result is one table, the verdicts, a page and, with matplotlib, a figure.
 
     \b
     Examples:
