@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "own_loop",
         "output_files",
         "printable",
+        "streams",
     ),
     (
         "tiled_head",
