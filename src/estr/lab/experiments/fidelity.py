@@ -112,9 +112,7 @@ def run(lab: Lab) -> Report:
     panels: dict[str, dict[str, list[float]]] = {}
     for (regime, method), value in shown.items():
         panels.setdefault(regime, {})[method] = [value.cosine[0]]
-    draw = functools.partial(
-        figures.dots, panels, ylabel="cosine to on-policy, over a fresh batch's", lines={"fresh": 1}
-    )
+    draw = functools.partial(figures.dots, panels, ylabel="relative cosine", lines={"fresh": 1})
     tables = {
         "gradients of the defaults [95 % over seeds]": lines(shown),
         "the reference": reference_lines(rows),
