@@ -62,10 +62,11 @@ def test_what_foretells_and_what_does_not(tmp_path):
     report = selector.run(lab)
     answers = {claim.claim: claim.answer for claim in report.claims}
     assert answers == {
-        "settings of higher relative cosine train better": "in part",
-        "settings of higher progress train better": "in part",
-        "settings of higher shortness train better": "undecided",
-        "settings of higher kept train better": "in part",
+        "settings with more relative cosine train better": "in part",
+        "settings with more certain relative cosine train better": "in part",
+        "settings with more progress train better": "in part",
+        "settings with more shortness train better": "undecided",
+        "settings with more kept train better": "in part",
     }
     lines = {(line["regime"], line["predictor"]): line for line in report.tables["predictors"]}
     found = lines["M, lr 0.0005", "relative cosine"]

@@ -31,6 +31,7 @@ QUICK = ("none", "icepop", "estr", "outward_token")
 
 PREDICTORS: dict[str, Callable[[Fidelity], float]] = {
     "relative cosine": lambda found: found.cosine[0],
+    "certain relative cosine": lambda found: found.cosine[1][0],
     "progress": lambda found: found.progress[0],
     "shortness": lambda found: -found.norm[0],
     "kept": lambda found: found.kept,
@@ -157,7 +158,7 @@ def claim(name: str, rankings: Mapping[tuple[str, str], Ranking]) -> Claim:
         )
         told.append(f"{regime}: {with_interval(its.correlation, low, high, '+.2f')}")
     return Claim(
-        f"settings of higher {name} train better",
+        f"settings with more {name} train better",
         "",
         "; ".join(told),
         answer(results),
