@@ -604,6 +604,12 @@ def test_ledger_answers_every_shipped_query(name: str, recorded: Path) -> None:
     assert result.exit_code == 0, result.output
 
 
+def test_ledger_json_loses_no_column_and_keeps_numbers(recorded: Path) -> None:
+    sql = "select 1 as a, 2 as a, 3 as a_1, 0.25 * count(*) as quarter from settings"
+    found = run("ledger", "small", sql, "--runs", recorded, "--json").output
+    assert json.loads(found) == {"a": 1, "a_1": 2, "a_1_1": 3, "quarter": 0.75}
+
+
 def test_ledger_names_a_torn_step_and_a_wrong_query(recorded: Path) -> None:
     part_path(recorded / "small", "tokens", 2).write_bytes(b"PAR1")
     result = run("ledger", "small", "select count(*) from settings", "--runs", recorded)

@@ -98,6 +98,21 @@ def test_a_damaged_part_is_named_where_duckdb_fails_on_it(tmp_path: Path) -> Non
     assert any("Nothing on its tokens" in note and str(path) in note for note in seen.notes)
 
 
+@pytest.mark.parametrize("damage", [lambda p: p.unlink(), lambda p: p.write_bytes(b"PAR1")])
+def test_a_part_that_goes_while_a_ledger_is_opened_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[Path], Any]
+) -> None:
+    """As when the run goes on from a checkpoint at this moment."""
+    run = make_run(tmp_path, "run", steps=2)
+    found = find_parts(run)
+    damage(part(run, "tokens"))
+    monkeypatch.setattr("estr.ledger.reader.find_parts", lambda folder: found)
+    with pytest.raises(
+        DataError, match=f"(?s)the query failed: .*{part(run, 'trajectories').name}"
+    ):
+        open_ledger(run)
+
+
 BAD: list[tuple[str, str, int, Any]] = [
     ("tokens", "versions", 2, 2**31 - 1),
     ("tokens", "versions", 2, -(2**31)),

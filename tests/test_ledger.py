@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
+import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -154,6 +155,22 @@ def test_a_column_of_another_length_is_refused() -> None:
         tokens_table([record(1, [(own, short)])])
 
 
+def test_half_a_character_in_what_a_program_said_stops_no_run(tmp_path: Path) -> None:
+    """Python has such texts of the names of files that are no UTF-8; Parquet has none."""
+    own = trajectory(
+        RolloutId(0, 0, 0),
+        logprobs=[-1.0],
+        entropies=[1.0],
+        versions=[0],
+        error="no file 'a\udcff'",
+        rewards={"r\udcff": 1.0},
+    )
+    write_step(tmp_path, record(1, [(own, consumption(own, [0.0]))]))
+    (found,) = read_step(tmp_path, 1).trajectories
+    assert found.error == r"no file 'a\udcff'"
+    assert found.rewards == {r"r\udcff": 1.0}
+
+
 # -- parts --------------------------------------------------------------------------------------
 
 
@@ -272,13 +289,19 @@ def test_a_later_schema_is_refused_and_an_older_one_is_read(tmp_path: Path) -> N
         open_ledger(tmp_path)
 
 
-@pytest.mark.parametrize("name", ["it's [1]", "a*b", "q?"])
-def test_a_run_may_have_any_name(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize("name", ["it's [1]", "a*b", "q?", "step=5", "lr=3e-4", "~"])
+def test_a_run_may_have_any_name(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_random_ledger(tmp_path / name, steps=2)
     write_random_ledger(tmp_path / "its 1", steps=1)
-    assert open_ledger(tmp_path / name).query("select count(distinct step) from tokens").rows == [
-        (2,)
-    ]
+    for folder in (tmp_path / name, Path(name)):
+        monkeypatch.chdir(tmp_path)
+        ledger = open_ledger(folder)
+        assert ledger.query("select distinct step from tokens order by step").rows == [(1,), (2,)]
+        assert ledger.tables()["tokens"] == TOKENS.names
+        assert read_step(folder, 2).step == 2
+        assert target_versions(folder) == {1: 0, 2: 1}
 
 
 def test_no_ledger_is_an_error_that_names_the_place(tmp_path: Path) -> None:
@@ -293,6 +316,25 @@ def test_a_wrong_query_is_an_error_in_duckdbs_words(tmp_path: Path) -> None:
     write_random_ledger(tmp_path, steps=1)
     with pytest.raises(DataError, match="no_such_column"):
         open_ledger(tmp_path).query("select no_such_column from tokens")
+
+
+def test_an_answer_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    write_random_ledger(tmp_path, steps=1)
+    ledger = open_ledger(tmp_path)
+    tracemalloc.start()
+    try:
+        names, batches = ledger.batches("select range as i from range(?)", [200_000])
+        total = sum(row[0] for batch in batches for row in batch)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (names, total) == (["i"], 199_999 * 100_000)
+    assert peak < 5_000_000, "all rows at once are 20 MB"
+    assert ledger.query("select range from range(25000)", most=3) == (
+        ["range"],
+        [(0,), (1,), (2,)],
+        24_997,
+    )
 
 
 def test_parts_are_plain_parquet_for_anyone(tmp_path: Path) -> None:

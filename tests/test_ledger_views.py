@@ -16,7 +16,7 @@ from estr.ledger import Ledger, open_ledger, shipped_queries
 from estr.ledger.schema import described
 from estr.losses import policy_loss
 from estr.token_results import token_columns
-from estr.types import RolloutId
+from estr.types import Consumption, RolloutId
 from ledger_cases import consumption, random_record, record, trajectory, write_step
 
 # -- views --------------------------------------------------------------------------------------
@@ -118,11 +118,16 @@ def test_loss_terms_and_gradients_are_those_of_the_loss(
     )
 
 
-def test_what_sql_cannot_follow_is_null(tmp_path: Path) -> None:
-    """A correction of one's own, not importable here, leaves facts and scores, no loss terms."""
-    write_step(tmp_path, random_record(1, correction='[{"name": "nowhere_at_all:Mine"}]'))
+@pytest.mark.parametrize("name", ["nowhere_at_all:Mine", "tis", "dppo", "decoupled"])
+def test_what_sql_cannot_follow_is_null(name: str, tmp_path: Path) -> None:
+    """Facts and scores are left, no loss terms: not of kept tokens, and not of rejected ones, whose
+    zeros would be taken for the sum of all. The first is one's own, not importable here."""
+    correction = f'[{{"name": "{name}"}}]' if ":" in name else described([{"name": name}])
+    write_step(tmp_path, random_record(1, correction=correction))
     ledger = open_ledger(tmp_path)
-    assert ledger.query("select count(loss_term) from loss_terms where kept").rows == [(0,)]
+    known = "select sum(loss_term), sum(gradient_coefficient), bool_or(not kept) from loss_terms"
+    assert ledger.query(known).rows == [(None, None, True)]
+    assert {row["mass"] for row in ask(ledger, "gradient-mass")} == {None}
     ((scored, tokens),) = ledger.query("select count(score), count(*) from trained_tokens").rows
     assert scored == tokens > 0
 
@@ -156,6 +161,32 @@ def test_staleness_of_a_trajectory(tmp_path: Path) -> None:
         (5, 3, 3, 1, 3, 4, 7, pytest.approx(2 / 3)),
         (2, 0, 0, 0, None, None, None, None),
     ]
+
+
+def test_a_trajectory_without_tokens_is_one_nonetheless(tmp_path: Path) -> None:
+    own = trajectory(RolloutId(0, 0, 0), logprobs=[-1.0], entropies=[1.0], versions=[0])
+    failed = trajectory(
+        RolloutId(0, 0, 1),
+        logprobs=[],
+        entropies=[],
+        versions=[],
+        outcome=None,
+        status="env_error",
+        segments=(),
+        turns=(),
+    )
+    pairs = [(own, consumption(own, [0.0])), (failed, without_tokens())]
+    write_step(tmp_path, record(1, pairs))
+    facts = open_ledger(tmp_path).query(
+        "select status, num_tokens, num_sampled_tokens, num_trained_tokens, num_kept_tokens, "
+        "intra, rho_mask from trajectory_facts order by trajectory"
+    )
+    assert facts.rows == [("ok", 3, 1, 1, 1, 0, 0.0), ("env_error", 0, 0, 0, 0, None, None)]
+
+
+def without_tokens() -> Consumption:
+    nothing = np.zeros(0, dtype=np.bool_)
+    return Consumption(None, np.zeros(0, dtype=np.float32), nothing, nothing)
 
 
 # -- shipped queries ----------------------------------------------------------------------------
@@ -295,6 +326,20 @@ def test_query_after_a_switch(ledger: Ledger) -> None:
     assert rows["before any"]["tokens"] == 2
     assert rows["before any"]["rho_mask"] == 0.5
     assert rows["the first"]["second_moment"] == pytest.approx(0.04, rel=1e-5)
+
+
+def test_query_after_a_switch_looks_for_the_switched(tmp_path: Path) -> None:
+    """Where few trajectories span a switch, all of them are looked at: the sample is of those."""
+    pairs = []
+    for index in range(200):
+        versions = [0, 1] if index % 20 == 0 else [1, 1]
+        rid = RolloutId(0, 0, index)
+        own = trajectory(rid, logprobs=[-1.0] * 2, entropies=[1.0] * 2, versions=versions)
+        pairs.append((own, consumption(own, [0.0, 0.1])))
+    write_step(tmp_path, record(2, pairs))
+    sql = shipped_queries()["after-a-switch"].sql.replace("5000 rows", "20 rows")
+    rows = open_ledger(tmp_path).query(sql).rows
+    assert [row[:2] for row in rows] == [("before any", 10), ("the first", 10)]
 
 
 def test_query_gradient_mass(ledger: Ledger) -> None:

@@ -27,7 +27,14 @@ def blocked(tmp_path: Path) -> list[Path]:
         tmp_path / "file" / "x.json",
         tmp_path / "folder",
         tmp_path / ("n" * 300),
+        link(tmp_path / "itself", tmp_path / "itself"),
+        link(tmp_path / "nowhere", tmp_path / "no" / "x.json"),
     ]
+
+
+def link(path: Path, target: Path) -> Path:
+    path.symlink_to(target)
+    return path
 
 
 def test_what_cannot_be_written_is_refused_before_and_after(blocked: list[Path]) -> None:
@@ -44,7 +51,8 @@ def test_asking_leaves_no_trace(tmp_path: Path) -> None:
     require_writable(tmp_path / "old")
     os.mkfifo(tmp_path / "pipe")
     require_writable(tmp_path / "pipe")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["old", "pipe"]
+    require_writable(link(tmp_path / "link", tmp_path / "later"))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link", "old", "pipe"]
     assert (tmp_path / "old").read_text() == "kept"
 
 
@@ -54,13 +62,16 @@ def test_a_file_is_replaced_whole_and_a_link_stays_one(tmp_path: Path) -> None:
     write_whole(tmp_path / "link", "new")
     assert (tmp_path / "link").is_symlink()
     assert (tmp_path / "a b").read_text() == "new"
+    longest = tmp_path / ("\N{CJK UNIFIED IDEOGRAPH-5831}" * 83 + ".html")
+    write_whole(longest, "x")
+    assert longest.read_text() == "x"
     write_whole(Path("/dev/null"), "x")
     with pytest.raises(DataError, match="/dev/full: No space left"):
         write_whole(Path("/dev/full"), "x")
     with pytest.raises(UnicodeEncodeError):
         write_whole(tmp_path / "link", "\ud800")
     assert (tmp_path / "a b").read_text() == "new"
-    assert len(list(tmp_path.iterdir())) == 2
+    assert len(list(tmp_path.iterdir())) == 3
 
 
 @pytest.mark.parametrize("command", [["replay", "-c", "none"], ["report"]])

@@ -74,7 +74,8 @@ def import_object(target: str, key: str) -> Any:
 
 def told(error: BaseException) -> str:
     """What was raised and, of the user's own code, where: "KeyError: 'x' (my_reward.py, line 7)".
-    Without a place where only libraries are in the traceback; cut where it is very long."""
+    Without a place where only libraries are in the traceback; cut where it is very long. Half a
+    character, as in the name of a file that is no text, becomes its escape, for others write it."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:  # noqa: BLE001 - a user's exception may be one that cannot be shown
@@ -87,7 +88,8 @@ def told(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith(("<", *folders))
     ]
-    return f"{text}{own[-1] if own else ''}"
+    said = f"{text}{own[-1] if own else ''}"
+    return said.encode("utf-8", "backslashreplace").decode()
 
 
 async def call_limited(

@@ -245,7 +245,7 @@ def read_metrics(path: str | Path) -> MetricsFile:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"{path}, line {number} is not JSON: {error}") from error
         if not isinstance(record, dict):
             raise DataError(f"{path}, line {number} is not a JSON object")

@@ -12,13 +12,13 @@ from .errors import ConfigError, DataError
 def require_writable(path: Path, option: str = "--out") -> None:
     """Raises ConfigError naming option, path and reason if no file can be written at `path`.
     Nothing stays behind, and a file that is there is left alone."""
-    there = os.path.lexists(path)
+    there = os.path.exists(path)  # not so of a link to nowhere
     if there and not path.is_file() and not path.is_dir():
         return  # to open a pipe would wait for its reader
     try:
         path.open("ab").close()
         if not there:
-            path.unlink()
+            path.resolve().unlink()
     except OSError as error:
         raise ConfigError(
             f"{option} {path} cannot be written: {error.strerror}; choose another place"
@@ -33,7 +33,8 @@ def write_whole(path: Path, text: str, option: str = "--out") -> None:
             path.write_text(text, encoding="utf-8")
             return
         target = path.resolve()
-        aside = target.with_name(f".{target.name[:200]}.{os.getpid()}.writing")
+        # A name has 255 bytes at most, and a character up to four of them.
+        aside = target.with_name(f".{target.name[:50]}.{os.getpid()}.writing")
         try:
             with aside.open("w", encoding="utf-8") as file:
                 file.write(text)
@@ -43,7 +44,6 @@ def write_whole(path: Path, text: str, option: str = "--out") -> None:
         finally:
             with contextlib.suppress(OSError):
                 aside.unlink()
-    except OSError as error:
-        raise DataError(
-            f"cannot write {path}: {error.strerror}; choose a place with {option}"
-        ) from error
+    except (OSError, RuntimeError) as error:  # the second of a link to itself
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"cannot write {path}: {reason}; choose a place with {option}") from error

@@ -31,7 +31,7 @@ import msgspec
 from .config import Recipe, load_recipe, recipe_from_table
 from .errors import ConfigError, DataError
 from .own_folders import own_folder, remove_abandoned
-from .schedule import LOOP_FILE, last_recipe
+from .schedule import LOOP_FILE, last_recipe, read_run_events
 
 FIXED_KEYS = ("model", "task", "seed", "deterministic")
 """Keys of a recipe that no resume may change."""
@@ -152,6 +152,22 @@ class RunFolder:
         except ConfigError as error:
             raise DataError(f"{self.path / LOOP_FILE} holds a wrong recipe: {error}") from error
 
+    def recipes(self) -> dict[int, Recipe]:
+        """What each optimizer step was taken with, which a resume may change: of the steps in the
+        schedule, so of none where there is no schedule."""
+        path = self.path / LOOP_FILE
+        found: dict[int, Recipe] = {}
+        recipe = None
+        for event in read_run_events(path) if path.is_file() else ():
+            try:
+                if event["event"] == "recipe":
+                    recipe = recipe_from_table({k: v for k, v in event.items() if k != "event"})
+            except ConfigError as error:
+                raise DataError(f"{path} holds a wrong recipe: {error}") from error
+            if event["event"] == "step" and recipe is not None:
+                found[event["step"]] = recipe
+        return found
+
     def changes(self, recipe: Recipe) -> list[str]:
         """Keys in which a recipe differs from the run's own, in words. Raises ConfigError where
         one of FIXED_KEYS does: that would be another run."""
@@ -181,7 +197,7 @@ class RunFolder:
             return None
         try:
             replayed = Path(json.loads(note.read_text(encoding="utf-8"))["run"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{note} does not say which run is replayed: {error!r}") from error
         if not (replayed / "config.toml").is_file():
             raise DataError(
@@ -200,7 +216,7 @@ class RunFolder:
         path = self.path / "summary.json"
         try:
             return msgspec.convert(json.loads(path.read_text(encoding="utf-8")), Summary)
-        except (OSError, ValueError, msgspec.ValidationError) as error:
+        except (OSError, ValueError, msgspec.ValidationError, RecursionError) as error:
             raise DataError(f"{path} is not the summary of a run: {error}") from error
 
     def is_finished(self) -> bool:

@@ -7,11 +7,13 @@ where_one_ends("a", "b")         -> str | None where the shorter of two such run
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
 from pathlib import Path
+from typing import Any
 
 from .checkpoint import Checkpoints, verify
 from .config import load_recipe
@@ -161,10 +163,10 @@ def _check_metrics(folder: RunFolder, events: Sequence[Event], verdict: Verdict)
             )
             return
         for name in ("step", "version", "loss", "lr"):
-            if event[name] != row.get(name):
+            if event.get(name) != row.get(name):
                 verdict.faults.append(
                     f"step {event['step']}: {name} is {row.get(name)} in metrics.jsonl, "
-                    f"{event[name]} in the schedule"
+                    f"{event.get(name)} in the schedule"
                 )
                 return
 
@@ -210,10 +212,11 @@ def first_difference(a: str | Path, b: str | Path) -> str | None:
     the two still goes on to do is no difference.
     """
     runs = RunFolder.open(a), RunFolder.open(b)
-    recipe, other = (load_recipe(run.path / "config.toml").to_toml() for run in runs)
-    for mine, theirs in zip_longest(recipe.splitlines(), other.splitlines()):
-        if mine != theirs and not str(mine).startswith("name = "):
-            return f"recipes: {mine} here, {theirs} there"
+    recipe, other = (
+        dataclasses.asdict(load_recipe(run.path / "config.toml")) | {"name": ""} for run in runs
+    )
+    if recipe != other:
+        return f"recipes: {_where(recipe, other)}"
     for file, streams in ((LOOP_FILE, _loop_streams), (ENGINE_FILE, _engine_streams)):
         paths = [run.path / file for run in runs]
         if file == ENGINE_FILE and not any(path.is_file() for path in paths):
@@ -221,8 +224,33 @@ def first_difference(a: str | Path, b: str | Path) -> str | None:
         for mine, theirs in zip(*(streams(read_run_events(path)) for path in paths), strict=True):
             for one, two in _pairs(mine, theirs):
                 if one != two:
-                    return f"{file}: {describe(one)} here, {describe(two)} there"
+                    told = f"{file}: {describe(one)} here, {describe(two)} there"
+                    same = one["event"] == two["event"]
+                    return f"{told}; {_where(one, two)}" if same else told
     return None
+
+
+def _where(mine: Any, theirs: Any, place: str = "") -> str:
+    """The first place in which two pieces of JSON data differ, and what stands there, in words."""
+    pairs: list[tuple[str, Any, Any]] = []
+    if isinstance(mine, Mapping) and isinstance(theirs, Mapping):
+        dot = "." if place else ""
+        pairs = [(f"{dot}{key}", mine.get(key), theirs.get(key)) for key in {**mine, **theirs}]
+    elif isinstance(mine, list | tuple) and isinstance(theirs, list | tuple):
+        pairs = [(f"[{i}]", a, b) for i, (a, b) in enumerate(zip_longest(mine, theirs))]
+    for step, a, b in pairs:
+        if a != b:
+            return _where(a, b, f"{place}{step}")
+    if isinstance(mine, str) and isinstance(theirs, str):
+        differ = (i for i, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b)
+        alike = next(differ, min(len(mine), len(theirs)))
+        if alike > 40:
+            place, mine, theirs = (
+                f"{place}, from character {alike} on",
+                mine[alike:],
+                theirs[alike:],
+            )
+    return f"{place} is {mine!r:.80} here, {theirs!r:.80} there"
 
 
 def where_one_ends(a: str | Path, b: str | Path) -> str | None:

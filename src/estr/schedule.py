@@ -27,7 +27,9 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from .errors import DataError, ScheduleError
 from .metrics import cut_torn_tail
@@ -41,23 +43,23 @@ ENGINE_FILE = "schedule.engine.jsonl"
 SEQUENCED = frozenset({"dispatch", "fail", "train", "load", "checkpoint"})
 """Events of the loop whose order decides what a run computes."""
 
-_BOUND = {"groups_per_step": int, "max_staleness": int}
-_FIELDS: Mapping[str, Mapping[str, Mapping[str, type]]] = {
+_BOUND = {"groups_per_step": Annotated[int, msgspec.Meta(ge=1)], "max_staleness": int}
+_FIELDS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     LOOP_FILE: {
         "start": _BOUND,
         "recipe": _BOUND,
         "dispatch": dict.fromkeys(("group", "problem", "issue", "version"), int) | {"task": str},
-        "train": {"groups": list},
+        "train": {"groups": list[int]},
         "step": dict.fromkeys(("step", "version", "target"), int),
         "fail": {"group": int},
         "filter": {"group": int},
         "load": {"version": int},
-        "rollout": {"id": list, "status": str, "replies": list},
+        "rollout": {"id": list[int], "status": str, "replies": list},
     },
     ENGINE_FILE: {
         "load": {"at": int, "version": int},
-        "admit": {"at": int, "ids": list},
-        "cancel": {"at": int, "id": list},
+        "admit": {"at": int, "ids": list[list[int]]},
+        "cancel": {"at": int, "id": list[int]},
         "refill": {"at": int},
     },
 }
@@ -153,11 +155,13 @@ def read_run_events(path: Path) -> list[Event]:
         raise DataError(f"{path} does not begin with the start of a run; it was cut or emptied")
     for number, event in enumerate(events, start=1):
         for name, kind in _FIELDS[path.name].get(event["event"], {}).items():
-            if not isinstance(event.get(name), kind):
+            try:
+                msgspec.convert(event.get(name), kind)
+            except msgspec.ValidationError as error:
                 raise DataError(
                     f"{path}: event {number} of the lineage, {describe(event)}, has no {name} that "
                     "can be read; the file was changed by hand, or another estr wrote it"
-                )
+                ) from error
     return events
 
 
@@ -186,7 +190,7 @@ def _lineage(path: Path) -> list[tuple[bytes, Event]]:
                     raise ValueError(f"it keeps {event['lines']} of {len(events)} lines")
                 del events[event["lines"] :]
                 continue
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path}, line {number} is no event: {error}") from error
         events.append((line, event))
     return events
@@ -213,7 +217,7 @@ def last_recipe(path: Path) -> Event | None:
     lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
     try:
         events = [json.loads(line) for line in lines if line.startswith(b'{"event":"recipe"')]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} holds a recipe that cannot be read: {error}") from error
     return {k: v for k, v in events[-1].items() if k != "event"} if events else None
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 import re
 from collections.abc import Sequence
+from decimal import Decimal
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,13 +58,10 @@ def ledger(run: str, query: str | None, rows: int, as_json: bool, runs: Path) ->
         remedy = f"did you mean {near[0]}?" if near else f"shipped: {', '.join(shipped)}"
         raise ConfigError(f"there is no shipped query {query}, and a word is no SQL; {remedy}")
     sql = shipped[query].sql if query in shipped else query
-    answer = opened.query(sql, most=None if as_json else rows)
     if as_json:
-        for row in answer.rows:
-            cells = dict(zip(answer.names, row, strict=True))
-            click.echo(json.dumps({name: _plain(cell) for name, cell in cells.items()}))
-        return
-    click.echo(_table(answer))
+        _print_json(opened, sql)
+    else:
+        click.echo(_table(opened.query(sql, most=rows)))
 
 
 def _overview(opened: Ledger) -> str:
@@ -72,6 +71,18 @@ def _overview(opened: Ledger) -> str:
     parts = [f"{name}\n  {', '.join(columns)}" for name, columns in opened.tables().items()]
     queries = [f"{name}\n  {query.meaning}" for name, query in shipped_queries().items()]
     return "\n".join(["tables and views", "", *parts, "", "shipped queries", "", *queries])
+
+
+def _print_json(opened: Ledger, sql: str) -> None:
+    """One object for each row; a second column of a name is NAME_1, so that none is lost."""
+    columns, batches = opened.batches(sql)
+    names: list[str] = []
+    for column in columns:
+        spellings = itertools.chain([column], (f"{column}_{i}" for i in itertools.count(1)))
+        names.append(next(name for name in spellings if name not in names))
+    for batch in batches:
+        for row in batch:
+            click.echo(json.dumps(dict(zip(names, map(_plain, row), strict=True))))
 
 
 def _table(answer: Answer) -> str:
@@ -91,7 +102,7 @@ def _table(answer: Answer) -> str:
 
 
 def _is_numeric(column: Sequence[Any]) -> bool:
-    return all(cell is None or isinstance(cell, int | float) for cell in column)
+    return all(cell is None or isinstance(cell, int | float | Decimal) for cell in column)
 
 
 def _shown(cell: Any) -> str:
@@ -105,7 +116,8 @@ def _shown(cell: Any) -> str:
 
 def _plain(cell: Any) -> Any:
     """A cell as JSON: what is not finite is null, and what JSON has no form for is text."""
-    if isinstance(cell, float):
+    if isinstance(cell, float | Decimal):  # SQL's 0.5 is a decimal number
+        cell = float(cell)
         return cell if math.isfinite(cell) else None
     if isinstance(cell, dict):
         return {str(key): _plain(value) for key, value in cell.items()}

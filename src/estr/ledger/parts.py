@@ -134,7 +134,9 @@ def _bytes(name: str, table: pa.Table) -> pa.Buffer:
 def read_part(path: Path) -> pa.Table:
     """A part whole, its checksums looked at. Raises DataError where it is absent or torn."""
     try:
-        return pq.ParquetFile(path, page_checksum_verification=True).read(use_threads=False)
+        # Absolute, here and below: pyarrow takes a "~" in front for the home folder.
+        file = pq.ParquetFile(path.absolute(), page_checksum_verification=True)
+        return file.read(use_threads=False)
     except TORN as error:
         raise DataError(
             f"ledger part {path} is absent or torn: {error}; move it away to leave out what it "
@@ -215,7 +217,7 @@ def find_part(run_folder: str | Path, step: int) -> Part:
 
 
 def _version(path: Path) -> int:
-    metadata = pq.read_metadata(path).metadata or {}
+    metadata = pq.read_metadata(path.absolute()).metadata or {}
     return int(metadata.get(_VERSION_KEY, 0))
 
 

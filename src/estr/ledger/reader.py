@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 _DEFAULT_EPS = 0.01
 
-
-_COUNTED_AT_ONCE = 10_000
+_AT_ONCE = 10_000
+"""Rows of an answer that are taken from DuckDB together."""
 
 
 class Answer(NamedTuple):
@@ -52,18 +52,31 @@ class Ledger:
     def query(self, sql: str, parameters: Sequence[Any] = (), *, most: int | None = None) -> Answer:
         """Run one statement. most: rows to keep, so that a large answer needs little memory; None:
         all. Raises DataError with DuckDB's own words where it is wrong."""
+        names, batches = self.batches(sql, parameters)
+        rows: list[tuple[Any, ...]] = []
+        number = 0
+        for batch in batches:
+            rows += batch if most is None else batch[: max(0, most - len(rows))]
+            number += len(batch)
+        return Answer(names, rows, number - len(rows))
+
+    def batches(
+        self, sql: str, parameters: Sequence[Any] = ()
+    ) -> tuple[list[str], Iterator[list[tuple[Any, ...]]]]:
+        """The same as it comes, a part of the rows at a time, for answers larger than the memory:
+        names, and the rows. Nothing else may be asked until they are read."""
         with self.asked():
             number = len(self.connection.extract_statements(sql))
             if number != 1:
                 raise DataError(f"a query is one statement, not {number}: {sql!r:.80}")
             found = self.connection.execute(sql, list(parameters))
             names = [column[0] for column in found.description or ()]
-            if most is None:
-                return Answer(names, found.fetchall())
-            rows, left_out = found.fetchmany(most), 0
-            while batch := found.fetchmany(_COUNTED_AT_ONCE):
-                left_out += len(batch)
-            return Answer(names, rows, left_out)
+        return names, self._fetched(found)
+
+    def _fetched(self, found: duckdb.DuckDBPyConnection) -> Iterator[list[tuple[Any, ...]]]:
+        with self.asked():
+            while batch := found.fetchmany(_AT_ONCE):
+                yield batch
 
     @contextmanager
     def asked(self) -> Iterator[None]:
@@ -106,11 +119,11 @@ def open_ledger(run_folder: str | Path, *, threads: int | None = None) -> Ledger
     if threads is not None:
         config["threads"] = threads
     connection = duckdb.connect(config=config)
-    for table in SCHEMAS:
-        paths = [part_path(Path(run_folder), table, *part) for part in parts.whole]
-        _create_view(connection, table, paths, older=parts.older)
     opened = Ledger(connection, parts.torn, Path(run_folder))
     with opened.asked():
+        for table in SCHEMAS:
+            paths = [part_path(Path(run_folder), table, *part) for part in parts.whole]
+            _create_view(connection, table, paths, older=parts.older)
         connection.execute(_macros())
         _create_settings(connection)
         connection.execute(files(__package__).joinpath("views.sql").read_text("utf-8"))
@@ -120,9 +133,12 @@ def open_ledger(run_folder: str | Path, *, threads: int | None = None) -> Ledger
 def _create_view(
     connection: duckdb.DuckDBPyConnection, table: str, paths: Sequence[Path], *, older: bool
 ) -> None:
-    """The parts of a table under its name. Columns that an older part lacks are NULL."""
+    """The parts of a table under its name. Columns that an older part lacks are NULL. A folder with
+    a name such as "step=5" is no column of it."""
     listed = ", ".join(f"'{_escaped(path)}'" for path in paths)
-    source = f"read_parquet([{listed}], union_by_name = {str(older).lower()})"
+    source = (
+        f"read_parquet([{listed}], union_by_name = {str(older).lower()}, hive_partitioning = false)"
+    )
     if older:
         present = set(connection.sql(f"from {source} limit 0").columns)
         columns = ", ".join(
@@ -134,8 +150,8 @@ def _create_view(
 
 
 def _escaped(path: Path) -> str:
-    """A path as a DuckDB string that is no glob pattern."""
-    text = "".join(f"[{c}]" if c in "[*?" else c for c in str(path))
+    """A path as a DuckDB string that is no glob pattern, nor begins with a home folder's "~"."""
+    text = "".join(f"[{c}]" if c in "[*?" else c for c in str(path.absolute()))
     return text.replace("'", "''")
 
 

@@ -162,7 +162,8 @@ def target_versions(run_folder: str | Path) -> dict[int, int]:
     for part in find_parts(run_folder).whole:
         path = part_path(Path(run_folder), "trajectories", *part)
         try:
-            rows = pq.ParquetFile(path).read(columns=["step", "target_version"], use_threads=False)
+            file = pq.ParquetFile(path.absolute())
+            rows = file.read(columns=["step", "target_version"], use_threads=False)
             steps, targets = (rows[name].to_pylist() for name in ("step", "target_version"))
             found |= {int(step): int(target) for step, target in zip(steps, targets, strict=True)}
         except (*TORN, KeyError, IndexError, TypeError) as error:

@@ -128,7 +128,7 @@ def logged_entries(text: str | None) -> list[Table]:
     try:
         entries = json.loads(text or "")
         named = isinstance(entries, list) and all(isinstance(e["name"], str) for e in entries)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         named = False
     if not named:
         raise DataError(f"the correction {text!r:.80} is not a list of corrections as JSON")
@@ -150,7 +150,7 @@ def trajectories_table(records: Sequence[StepRecord]) -> pa.Table:
         "group_id": [i.group for i in ids],
         "index": [i.index for i in ids],
         "attempt": [i.attempt for i in ids],
-        "rewards": [list(t.rewards.items()) for t in trajectories],
+        "rewards": [[(_whole(k), v) for k, v in t.rewards.items()] for t in trajectories],
         "advantage": [c.advantage for c in consumptions],
         "turns": [[turn._asdict() for turn in t.turns] for t in trajectories],
         "times_s": [list(t.times_s.items()) for t in trajectories],
@@ -161,6 +161,7 @@ def trajectories_table(records: Sequence[StepRecord]) -> pa.Table:
         columns[name] = [getattr(t, name) for t in trajectories]
     for name in _OF_SAMPLING:
         columns[name] = [getattr(s, name) for s in sampling]
+    columns["error"] = [None if e is None else _whole(e) for e in columns["error"]]
     return pa.Table.from_pydict(columns, schema=TRAJECTORIES)
 
 
@@ -197,6 +198,12 @@ def tokens_table(records: Sequence[StepRecord]) -> pa.Table:
     for name, dtype in CONSUMED.items():
         columns[name] = _column([getattr(c, name) for c in consumptions], totals, dtype, untrained)
     return pa.table(columns, schema=TOKENS)
+
+
+def _whole(text: str) -> str:
+    """What a user's program said may hold half a character, which no file of UTF-8 takes; it
+    becomes its escape."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _column(

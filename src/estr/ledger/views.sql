@@ -36,7 +36,8 @@ select
 from joined;
 
 -- What each of them adds to the loss of its step, and the factor of its log-prob's gradient in it.
--- NULL where the step's correction cannot be followed in SQL (`estr replay` can).
+-- NULL at every token of a step whose correction cannot be followed in SQL (`estr replay` can): a
+-- 0 at the rejected ones would make a sum of what is known of nothing.
 create view loss_terms as
 with of_trajectories as (
     select step, trajectory, count(kept) as num_trained_tokens
@@ -53,6 +54,7 @@ denominators as (
     select
         step, group_id,
         surrogate_edge, clip_low, clip_high,
+        weight_edge is not null and surrogate_edge is not null as is_followed,
         (case aggregation
             when 'batch' then sum(tokens_of_group) over (partition by step)
             else tokens_of_group * count(*) over (partition by step)
@@ -61,7 +63,7 @@ denominators as (
 ),
 terms as (
     select
-        trained_tokens.*, denominator, clip_low, clip_high,
+        trained_tokens.*, denominator, is_followed, clip_low, clip_high,
         case surrogate_edge
             when 'E' then log_ratio
             when 'U' then policy_logprobs - coalesce(proximal_logprobs, policy_logprobs)
@@ -71,19 +73,23 @@ terms as (
     join denominators using (step, group_id)
 )
 select
-    * exclude (clip_low, clip_high, surrogate_log_ratio, surrogate_ratio, denominator),
-    case when kept then
+    * exclude (
+        is_followed, clip_low, clip_high, surrogate_log_ratio, surrogate_ratio, denominator
+    ),
+    case when not is_followed then null when kept then
         -weight * least(
             surrogate_ratio * advantage,
             greatest(least(surrogate_ratio, 1 + clip_high), 1 - clip_low) * advantage
         ) / denominator
     else 0 end as loss_term,
-    case when kept and not clipped and is_in_bounds(surrogate_log_ratio)
+    case when not is_followed then null
+        when kept and not clipped and is_in_bounds(surrogate_log_ratio)
         then -weight * surrogate_ratio * advantage / denominator
     else 0 end as gradient_coefficient
 from terms;
 
--- Trajectories with what their tokens say: length, staleness, what was kept.
+-- Trajectories with what their tokens say: length, staleness, what was kept. One that failed before
+-- its first token has none, and is a row nonetheless.
 create view trajectory_facts as
 with counted as (
     select
@@ -99,9 +105,15 @@ with counted as (
     group by step, trajectory
 )
 select
-    trajectories.*, counted.* exclude (step, trajectory),
+    trajectories.*,
+    counted.* exclude (step, trajectory) replace (
+        coalesce(num_tokens, 0) as num_tokens,
+        coalesce(num_sampled_tokens, 0) as num_sampled_tokens,
+        coalesce(num_trained_tokens, 0) as num_trained_tokens,
+        coalesce(num_kept_tokens, 0) as num_kept_tokens
+    ),
     last_version - first_version as intra,
     target_version - last_version as inter,
     target_version - first_version as staleness,
     1 - num_kept_tokens / nullif(num_trained_tokens, 0) as rho_mask
-from trajectories join counted using (step, trajectory);
+from trajectories left join counted using (step, trajectory);

@@ -7,7 +7,7 @@ Goes through the ledger step by step and holds one step at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -47,17 +47,15 @@ def replay_corrections(
     no such step, or not what a correction needs in it, NumericsError on impossible values.
     """
     run = RunFolder.open(run_folder)
-    recipe = run.recipe()
     every = corrections is None
     candidates = build_candidates(CORRECTION_OPTIONS if corrections is None else corrections)
     parts = find_parts(run.path)
     chosen = chosen_steps(run.path, parts.steps, steps)
     refused: list[tuple[str, str]] = []
-    judges = Judges(recipe)
-    with torch_threads(recipe.trainer.threads):
+    judges = Judges.of(run)
+    with torch_threads(judges.recipe.trainer.threads):
         if every:
-            first = read_step(run.path, chosen[0])
-            candidates, refused = judges.usable(first, candidates)
+            candidates, refused = judges.usable(judges.telling(run.path, chosen), candidates)
         tally = Tally([OWN, *candidates], num_examples=num_examples)
         for done, step in enumerate(chosen, start=1):
             record = read_step(run.path, step)
@@ -101,12 +99,36 @@ def chosen_steps(run: Path, there: Sequence[int], wanted: Iterable[int] | None) 
 
 @dataclass(slots=True)
 class Judges:
-    """Judges logged steps of one run. descriptions: JSON of the run's own corrections, as met."""
+    """Judges logged steps of one run. recipe: its last one; recipes: of single steps, where they
+    are known; descriptions: JSON of the run's own corrections, as met."""
 
     recipe: Recipe
+    recipes: Mapping[int, Recipe] = field(default_factory=dict)
     descriptions: dict[str, Correction] = field(default_factory=dict)
     _record: StepRecord | None = None
     _cuts: dict[bool, Cut] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, run: RunFolder) -> Judges:
+        return cls(run.recipe(), run.recipes())
+
+    def recipe_of(self, step: int) -> Recipe:
+        """What the step was taken with."""
+        return self.recipes.get(step, self.recipe)
+
+    def telling(self, run: Path, steps: Sequence[int]) -> Iterator[StepRecord]:
+        """Steps that show which columns a run has: the first of each of its recipes that trained on
+        a token."""
+        seen: list[Recipe] = []
+        for step in steps:
+            recipe = self.recipe_of(step)
+            if recipe in seen:
+                continue
+            record = read_step(run, step)
+            pairs = zip(record.trajectories, record.consumptions, strict=True)
+            if any(t.num_sampled_tokens and c.advantage is not None for t, c in pairs):
+                seen.append(recipe)
+                yield record
 
     def own(self, record: StepRecord) -> Correction:
         """The correction that the step was taken with."""
@@ -121,7 +143,7 @@ class Judges:
             self._record, self._cuts = record, {}
         whole = "sequence_ids" in correction.needs
         if whole not in self._cuts:
-            budget = self.recipe.trainer.token_budget
+            budget = self.recipe_of(record.step).trainer.token_budget
             self._cuts[whole] = cut_step(record, token_budget=budget, whole_trajectories=whole)
         return self._cuts[whole]
 
@@ -129,19 +151,21 @@ class Judges:
         """Raises DataError or NumericsError that name correction and step."""
         cut = self.cut(record, correction)
         try:
-            return judge(correction, cut, num_minibatches=self.recipe.num_minibatches)
+            number = self.recipe_of(record.step).num_minibatches
+            return judge(correction, cut, num_minibatches=number)
         except (DataError, NumericsError) as error:
             raise type(error)(f"step {record.step} under {label}: {error}") from error
 
     def usable(
-        self, record: StepRecord, candidates: dict[str, Correction]
+        self, records: Iterable[StepRecord], candidates: dict[str, Correction]
     ) -> tuple[dict[str, Correction], list[tuple[str, str]]]:
-        """Those that the ledger holds all columns for, and label and reason of the others."""
-        usable, refused = {}, []
-        for label, correction in candidates.items():
-            try:
-                self.judge(record, label, correction)
-                usable[label] = correction
-            except EstrError as error:
-                refused.append((label, str(error)))
+        """Those that these steps hold all columns for, and label and reason of the others."""
+        usable, refused = dict(candidates), []
+        for record in records:
+            for label, correction in list(usable.items()):
+                try:
+                    self.judge(record, label, correction)
+                except EstrError as error:
+                    refused.append((label, str(error)))
+                    del usable[label]
         return usable, refused

@@ -60,12 +60,13 @@ def replay_gradients(
     scored again are not the logged ones; CheckpointError on a foreign checkpoint.
     """
     run = RunFolder.open(run_folder)
-    recipe = run.recipe()
+    judges = Judges.of(run)
     candidates = build_candidates(corrections)
     there, passed_over = weights_there(run)
     step, version, weights = _choose(run, step, there, passed_over)
     record = read_step(run.path, step)
-    named = [(OWN, Judges(recipe).own(record)), *candidates.items()]
+    recipe = judges.recipe_of(step)
+    named = [(OWN, judges.own(record)), *candidates.items()]
     whole = any("sequence_ids" in correction.needs for _, correction in named)
     cut = cut_step(
         record,

@@ -119,9 +119,10 @@ def _joined(parts: Sequence[npt.NDArray[Any]]) -> npt.NDArray[Any]:
 
 
 def require_proximal(needs: frozenset[str], cut: Cut, *, num_minibatches: int) -> None:
-    """With one optimizer step a batch q is pi; with several the ledger must have log q. Raises
-    DataError where a correction reads q and it has not."""
-    if "proximal_logprobs" in needs and cut.proximal is None and num_minibatches > 1:
+    """With one optimizer step a batch q is pi; with several the ledger must have log q of what was
+    trained on. Raises DataError where a correction reads q and it has not."""
+    missing = bool(cut.batches) and cut.proximal is None
+    if "proximal_logprobs" in needs and missing and num_minibatches > 1:
         raise DataError(
             "it reads the policy at the start of the batch, which is not the current one: the run "
             f"made {num_minibatches} optimizer steps of a batch (num_minibatches), and no "

@@ -14,11 +14,12 @@ from ..config import Recipe
 from ..errors import DataError
 from ..ledger import open_ledger
 from ..ledger.schema import described
-from ..metrics import read_metrics
+from ..metrics import RECORD_KEYS, read_metrics
 from ..options.tasks import title
+from ..records import require_whole_text
 from ..run_folder import RunFolder
 from ..schedule import LOOP_FILE
-from .curves import Curves, Record, curves_of, over_seeds, statuses_of, stride_for
+from .curves import SERIES, Curves, Record, curves_of, over_seeds, statuses_of, stride_for
 from .microscope import Budget, Microscope, microscope, tau_of
 from .texts import texts_of_run
 from .token_facts import TokenFacts, prepare, token_facts
@@ -112,7 +113,22 @@ def _source(name: str, path: str | Path) -> _Source:
     if not file.is_file():
         return _Source(name, folder, recipe, [], ["It has no metrics.jsonl."])
     records, torn = read_metrics(file)
+    for number, record in enumerate(records, start=1):
+        _require_drawable(record, f"{file}, line {number}")
     return _Source(name, folder, recipe, list(records), [] if torn is None else [torn])
+
+
+def _require_drawable(record: Record, place: str) -> None:
+    """Raises DataError where a line of the metrics has no place on an axis, or is no accuracy."""
+    for name in RECORD_KEYS:
+        if record.get(name) is None:
+            raise DataError(f"{place} has no {name}")
+    for name, value in record.items():
+        drawn = name in (*RECORD_KEYS, *SERIES) or name.startswith(("status/", "eval/"))
+        if drawn and not isinstance(value, int | float | None):
+            raise DataError(f"{place}: {name} is no number: {value!r:.80}")
+    if not 0.0 <= (record.get("eval/accuracy") or 0.0) <= 1.0:
+        raise DataError(f"{place}: eval/accuracy is no share: {record['eval/accuracy']}")
 
 
 def _run(source: _Source, stride: int, recipe_number: int, budget: Budget) -> RunReport:
@@ -177,7 +193,8 @@ def _summary(folder: RunFolder) -> dict[str, Any] | None:
     path = folder.path / "summary.json"
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+        require_whole_text(found)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} is not the summary of a run")

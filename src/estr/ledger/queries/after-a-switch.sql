@@ -7,7 +7,8 @@ with switched as (
         lag(versions) over (partition by step, trajectory order by position) as version_before
     from trained_tokens
     join (
-        select step, trajectory from trajectory_facts where intra > 0
+        -- A sample is drawn of what stands behind `from`, before any `where`.
+        select * from (select step, trajectory from trajectory_facts where intra > 0)
         using sample 5000 rows (reservoir, 0)
     ) using (step, trajectory)
 ),
