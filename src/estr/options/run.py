@@ -353,7 +353,7 @@ class RayOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """When the whole state of a run is saved, besides at its end."""
+    """When the whole state of a run is saved, besides at its start and its end."""
 
     every_steps: int = 0
     """Optimizer steps between two checkpoints; 0: by time only."""
