@@ -70,7 +70,8 @@ def resume_run(
     reporter: Reporter | None = None,
 ) -> TrainResult:
     """Go on with a run from its last checkpoint, by its own recipe. overrides: changes of it, which
-    are refused unless accept_changes. Raises as `train` does."""
+    are refused unless accept_changes. Raises DataError where there is no such run, else as `train`
+    does."""
     from .subject import find_run
 
     found = find_run(run, Path(runs))
