@@ -186,7 +186,9 @@ def test_a_run_that_is_not_finished_has_no_result(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"not finished.*--resume"):
         estr.read_run(run.path)
     with pytest.raises(DataError, match=r"neither nowhere nor .* is a run folder"):
-        estr.read_run("nowhere", runs=tmp_path)
+        estr.read_run("nowhere", runs=str(tmp_path))
+    with pytest.raises(ConfigError, match=r"nowhere is no run .* and no model"):
+        estr.evaluate("nowhere", runs=str(tmp_path))
     with pytest.raises(DataError, match=r"neither nowhere nor .* is a run folder"):
         estr.resume_run("nowhere", runs=tmp_path)
     (run.path / "summary.json").write_text('{"steps": 3}')

@@ -23,6 +23,7 @@ from estr.corrections import (
     build_correction,
 )
 from estr.corrections.bernoulli import bernoulli_divergences
+from estr.corrections.none import NoCorrection
 from estr.errors import ConfigError, DataError, NumericsError
 from estr.options.corrections import CORRECTION_OPTIONS
 
@@ -551,6 +552,18 @@ def test_options_of_ones_own_are_checked_like_any_other() -> None:
         build_correction([{"name": "none"}, {"name": f"{HERE}:Weigh", "factr": 1.0}])
     with pytest.raises(ConfigError, match=r"correction\.factor.*Expected .?float"):
         build_correction([{"name": f"{HERE}:Weigh", "factor": "much"}])
+
+
+def test_one_s_own_module_is_found_in_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = "from estr.corrections.none import NoCorrection as Mine\n"
+    (tmp_path / "lies_here.py").write_text(source, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    # As the installed command has it: the folder that it is started in is not among them.
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "lies_here", raising=False)
+    assert type(build_correction([{"name": "lies_here:Mine"}])) is NoCorrection
 
 
 # --- the documentation --------------------------------------------------------------------------

@@ -33,7 +33,9 @@ This page is written by `python tools/config_docs.py` from the code; a test keep
 
 A recipe is a TOML file. Defaults come first, then the file, then `--set KEY=VALUE`, the later one
 winning. Unknown keys are refused at every level. `estr check RECIPE --all` prints all values.
-A table is written as `[trainer]` in the file and as `trainer.lr=...` on the command line.
+A table is written as `[trainer]` in the file and as `trainer.lr=...` on the command line. VALUE
+is TOML (`3e-4`, `true`, `["a", "b"]`, `[{name = "tis"}, {name = "none", edge = "U"}]`); what is not
+TOML is taken as text, so that names need no quotes.
 """
 
 OPEN_TABLES = {

@@ -44,7 +44,8 @@ def train(
     recipe: a Recipe, the same as nested dicts, the path of a TOML file, or the name of a shipped
     recipe; None: the built-in model on the built-in task. overrides: "key=value" strings for what
     is read from a file, as after `--set`. The run folder is made under `runs`. progress: print what
-    `estr train --plain` prints; reporter: be told of it in another way.
+    `estr train --plain` prints; reporter: be told of it in another way. No report.html is written:
+    `estr report RUN` makes one.
 
     Raises ConfigError or DataError before any compute is spent; Interrupted after Ctrl-C, with a
     checkpoint saved; other EstrErrors name what failed and leave the last checkpoint intact.
@@ -70,7 +71,8 @@ def resume_run(
     reporter: Reporter | None = None,
 ) -> TrainResult:
     """Go on with a run from its last checkpoint, by its own recipe. overrides: changes of it, which
-    are refused unless accept_changes. Raises as `train` does."""
+    are refused unless accept_changes. Raises DataError where there is no such run, else as `train`
+    does."""
     from .subject import find_run
 
     found = find_run(run, Path(runs))

@@ -69,7 +69,7 @@ class Recipe:
     group_size: int = 8
     """Rollouts of each problem (G)."""
     num_minibatches: int = 1
-    """Optimizer steps made of one batch of groups."""
+    """Optimizer steps made of one batch of groups, which is so many times groups_per_step."""
     max_staleness: int = 4
     """Bound on v_target - v_first of every trained trajectory (S); 0: synchronous."""
     publish_every: int = 1

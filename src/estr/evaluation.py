@@ -57,8 +57,8 @@ def evaluate_model(
     seed: int | None = None,
     weights: WhichWeights = "best",
     overrides: Sequence[str] = (),
-    runs: Path = Path("runs"),
-    out: Path | None = None,
+    runs: str | os.PathLike[str] = "runs",
+    out: str | os.PathLike[str] | None = None,
 ) -> EvalResult:
     """Evaluate a run or a model on a task, in this process; exported as `estr.evaluate`.
 
@@ -71,7 +71,7 @@ def evaluate_model(
     """
     keys = _overrides(k=k, problems=problems, temperature=temperature, seed=seed)
     subject = find_subject(
-        source, task=task, overrides=[*overrides, *keys], weights=weights, runs=runs
+        source, task=task, overrides=[*overrides, *keys], weights=weights, runs=Path(runs)
     )
     return _evaluate_subject(subject, out)
 
@@ -87,21 +87,21 @@ def compare_models(
     seed: int | None = None,
     weights: WhichWeights = "best",
     overrides: Sequence[str] = (),
-    runs: Path = Path("runs"),
-    out: Path | None = None,
+    runs: str | os.PathLike[str] = "runs",
+    out: str | os.PathLike[str] | None = None,
 ) -> tuple[EvalResult, EvalResult, Comparison]:
     """Evaluate two models as `evaluate_model` does, the second one on the task and with the
     settings of the first, and compare them problem by problem."""
     keys = _overrides(k=k, problems=problems, temperature=temperature, seed=seed)
     first = find_subject(
-        source, task=task, overrides=[*overrides, *keys], weights=weights, runs=runs
+        source, task=task, overrides=[*overrides, *keys], weights=weights, runs=Path(runs)
     )
     recipe = first.recipe
     same_task = [
         f"task{'' if key == 'name' else f'.{key}'}={json.dumps(value)}"
         for key, value in sorted(recipe.task.items(), key=lambda item: item[0] != "name")
     ]
-    second = find_subject(against, overrides=same_task, weights=weights, runs=runs)
+    second = find_subject(against, overrides=same_task, weights=weights, runs=Path(runs))
     own = dataclasses.replace(recipe, model=second.recipe.model)
     second = dataclasses.replace(second, recipe=own, label=first.label)
     results = [_evaluate_subject(subject, out) for subject in (first, second)]
@@ -118,9 +118,10 @@ def _overrides(**chosen: float | None) -> list[str]:
     ]
 
 
-def _evaluate_subject(subject: Subject, out: Path | None) -> EvalResult:
+def _evaluate_subject(subject: Subject, out: str | os.PathLike[str] | None) -> EvalResult:
     recipe = subject.recipe
-    with torch_threads(recipe.engine.threads), _rollouts_in(out, subject) as kept:
+    folder = None if out is None else Path(out)
+    with torch_threads(recipe.engine.threads), _rollouts_in(folder, subject) as kept:
         setting = _setting(subject)
         try:
             result = blocking.run(

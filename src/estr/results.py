@@ -83,15 +83,18 @@ class TrainResult:
         return str(self.folder)
 
 
-def read_run(source: str | os.PathLike[str], *, runs: Path = Path("runs")) -> TrainResult:
+def read_run(
+    source: str | os.PathLike[str], *, runs: str | os.PathLike[str] = "runs"
+) -> TrainResult:
     """The result of a finished run: its folder, or its name under `runs`.
 
     Raises DataError where there is no such run, it is not finished, or its files are torn.
     """
-    run = find_run(source, runs)
+    folder = Path(runs)
+    run = find_run(source, folder)
     if run is None:
         name = os.fspath(source)
-        raise DataError(f"neither {name} nor {runs / name} is a run folder")
+        raise DataError(f"neither {name} nor {folder / name} is a run folder")
     if not run.is_finished():
         raise DataError(
             f"{run.path} is not finished: it has no summary.json; go on with "

@@ -10,7 +10,6 @@ carries its options dataclass as the attribute `Options` and is called with an i
 from __future__ import annotations
 
 import dataclasses
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from ..config import correction_options, read_options
 from ..errors import ConfigError
+from ..functions import import_object
 from .base import (
     OPTIONAL_COLUMNS,
     WHOLE_STEP,
@@ -165,13 +165,7 @@ def _import(name: str, place: str) -> Any:
     module, _, attribute = name.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), attribute)):
         raise ConfigError(f"{place}.name = {name!r} must read package.module:Class")
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (Exception, SystemExit) as error:  # a user's module may raise anything
-        raise ConfigError(
-            f"{place}.name = {name!r} cannot be imported: {type(error).__name__}: {error}; "
-            "the module must be importable from where estr is started (see PYTHONPATH)"
-        ) from error
+    return import_object(name, f"{place}.name")
 
 
 def _trial(name: str, correction: Correction) -> Verdict:

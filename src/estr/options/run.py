@@ -86,7 +86,7 @@ class EngineOptions:
     the store's files. The others come out of the trainer's memory by vLLM's weight transfer: gloo
     over sockets, on any device; nccl between two GPUs; ipc within one."""
     gini: bool = True
-    """Record sum p(1-p) beside the entropy."""
+    """Record gini = sum p(1-p) beside the entropy, for corrections whose scale it is."""
     timeout_s: float = 120.0
     """The engine is declared hung when it has not answered for this long."""
 
@@ -299,7 +299,7 @@ class EvalOptions:
     k: int = 1
     """Rollouts of each problem."""
     temperature: float = 1.0
-    """0: argmax."""
+    """Of the draws of an evaluation; 0: argmax."""
     final_problems: int = 1024
     """Problems of the evaluations at the start and at the end."""
     timeout_s: float = 300.0
@@ -324,7 +324,7 @@ class WandbOptions:
     written in any case."""
 
     project: str = ""
-    """Of the site; empty: nothing goes there, and wandb is not imported."""
+    """Name of the project there; empty: nothing goes there, and wandb is not imported."""
     entity: str = ""
     """User or team; empty: the default one."""
     mode: Literal["online", "offline"] = "online"
@@ -353,7 +353,7 @@ class RayOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """When the whole state of a run is saved, besides at its end."""
+    """When the whole state of a run is saved, besides at its start and its end."""
 
     every_steps: int = 0
     """Optimizer steps between two checkpoints; 0: by time only."""
