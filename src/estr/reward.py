@@ -176,7 +176,18 @@ def _parameters(function: Callable[..., Any], key: str) -> tuple[list[str], bool
         raise ConfigError(f"{key} is {function!r:.80}, not a function")
     singular = {plural: name for name, plural in _PLURALS.items()}
     asked: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key} does not say what it asks for ({error}); name a function around it, with "
+            f"parameters among {', '.join(_PLURALS)}"
+        ) from error
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"{key}: its parameter {parameter.name!r} cannot be given by name; leave out the /"
+            )
         if parameter.name in _PLURALS or parameter.name in singular:
             asked.append(parameter.name)
         elif parameter.default is parameter.empty and parameter.kind not in (
