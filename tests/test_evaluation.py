@@ -503,6 +503,15 @@ def test_the_digest_is_that_of_what_writes(folder: Path, tmp_path: Path) -> None
     assert weights_digest(copy) != weights_digest(folder)
 
 
+@pytest.mark.parametrize("name", ["chat_template.jinja", "merges.txt", "tokenizer.model"])
+def test_the_digest_knows_templates_and_vocabularies(tmp_path: Path, name: str) -> None:
+    before = weights_digest(tmp_path)
+    (tmp_path / name).write_text("one")
+    one = weights_digest(tmp_path)
+    (tmp_path / name).write_text("two")
+    assert len({before, one, weights_digest(tmp_path)}) == 3
+
+
 def test_two_models_are_compared_on_the_task_of_the_first(folder: Path, tmp_path: Path) -> None:
     table = {"name": "r", "model": str(folder), "seed": 4, "eval": {"problems": 6, "k": 2}}
     task = {"name": "calculator", "num_terms": 2, "digits": 1}

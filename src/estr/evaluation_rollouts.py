@@ -51,8 +51,7 @@ async def evaluate(
     versions: set[int] = set()
     clock = time.monotonic()
     left: list[tuple[str, int, int]] = []
-    for problem in problems:
-        example = _example(setting.task, setting.split, problem)
+    for problem, example in _examples(setting, problems):
         for index in range(k):
             found = None if kept is None else kept.find(example, index)
             if found is None:
@@ -91,6 +90,20 @@ async def evaluate(
         wall_s=time.monotonic() - clock,
         num_found=num_found,
     )
+
+
+def _examples(setting: RolloutSetting, problems: Sequence[int]) -> list[tuple[int, str]]:
+    """Each problem with the name that its rollouts are kept and found by."""
+    named = [(problem, _example(setting.task, setting.split, problem)) for problem in problems]
+    first: dict[str, int] = {}
+    for problem, example in named:
+        if first.setdefault(example, problem) != problem:
+            raise ConfigError(
+                f"task {setting.task.name} calls its problems {first[example]} and {problem} both "
+                f"{example!r}, and their rollouts would be mistaken for each other; its "
+                "example_id() must give each a name of its own"
+            )
+    return named
 
 
 def _example(task: Task, split: str, problem: int) -> str:
