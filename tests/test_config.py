@@ -301,7 +301,7 @@ def test_training_needs_a_positive_finite_temperature_check_43(temperature):
 
 def test_evaluation_may_be_greedy_check_43():
     assert recipe_from_table({"eval": {"temperature": 0}}).eval.temperature == 0.0
-    for temperature in (-1, NAN, INF):
+    for temperature in (-1, NAN, INF, 1e-50):
         assert "eval.temperature" in refusal({"eval": {"temperature": temperature}})
 
 
@@ -570,7 +570,7 @@ def test_the_resolved_recipe_spells_out_every_key():
         lambda s: s.isprintable() and not set(s) & set("/\\") and s not in (".", "..")
     ),
     lr=st.floats(1e-300, 1e300),
-    temperature=st.floats(0, 1e300),
+    temperature=st.just(0.0) | st.floats(1e-6, 1e300),
     tau=st.floats(0, exclude_min=True),
     in_flight=st.booleans(),
 )
@@ -695,6 +695,18 @@ def test_an_option_of_a_correction_that_is_none_is_its_default() -> None:
     assert 'name = "dppo"' in recipe.to_toml()
     with pytest.raises(ConfigError, match="tau"):
         recipe_from_table({"correction": {"name": "estr", "tau": None}})
+
+
+def test_a_temperature_that_no_logit_survives_is_refused() -> None:
+    for table in ("sampling", "eval"):
+        told = refusal({table: {"temperature": 1e-50}})
+        assert told.startswith(f"{table}.temperature must be at least 1e-06, not 1e-50")
+
+
+def test_an_evaluation_beyond_all_memory_is_refused() -> None:
+    for key in ("problems", "final_problems"):
+        told = refusal({"eval": {key: 10**30}})
+        assert told.startswith(f"eval.{key} must be at most 10000000, not ")
 
 
 def test_a_name_that_no_file_can_have_is_named_not_raised(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from .environment import Task
 from .errors import ConfigError, EngineError, WeightsError, first_raised
 from .evaluation_records import RolloutFile, RolloutRecord, replies, transcribe
 from .evaluation_result import EvalResult, Request, summarize
+from .options.run import MOST_ROLLOUTS
 from .rollout import RolloutSetting, run_rollout
 from .types import RolloutId, Trajectory
 
@@ -140,6 +141,11 @@ def _answer(task: Task, reply: str) -> str | None:
 def _check_request(problems: Sequence[int], k: int, seed: int, concurrency: int) -> None:
     if not problems:
         raise ConfigError("there is no problem to evaluate")
+    if len(problems) * k > MOST_ROLLOUTS:
+        raise ConfigError(
+            f"{len(problems)} problems {k} times are more than {MOST_ROLLOUTS} rollouts; "
+            "lower the number of problems or k"
+        )
     if len(set(problems)) != len(problems):
         raise ConfigError("a problem is named twice; its rollouts would be the same ones")
     if not 1 <= k <= _MAX_K:
