@@ -5,6 +5,7 @@ import math
 import tomllib
 import typing
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -12,15 +13,19 @@ from hypothesis import strategies as st
 
 from estr.config import (
     Recipe,
+    as_override,
     correction_options,
     load_recipe,
     read_options,
+    read_table,
     recipe_from_table,
 )
 from estr.errors import ConfigError
 from estr.options.corrections import CORRECTION_OPTIONS, EstrOptions, IcepopOptions
 from estr.options.run import EvalOptions, SamplingOptions
 from estr.options.suggest import OTHER_NAMES, RESHAPING
+from estr.recipe_files import find_recipe
+from estr.subject import find_run
 
 FEW = settings(max_examples=50, deadline=None)
 NAN, INF = math.nan, math.inf
@@ -296,7 +301,7 @@ def test_training_needs_a_positive_finite_temperature_check_43(temperature):
 
 def test_evaluation_may_be_greedy_check_43():
     assert recipe_from_table({"eval": {"temperature": 0}}).eval.temperature == 0.0
-    for temperature in (-1, NAN, INF):
+    for temperature in (-1, NAN, INF, 1e-50):
         assert "eval.temperature" in refusal({"eval": {"temperature": temperature}})
 
 
@@ -565,7 +570,7 @@ def test_the_resolved_recipe_spells_out_every_key():
         lambda s: s.isprintable() and not set(s) & set("/\\") and s not in (".", "..")
     ),
     lr=st.floats(1e-300, 1e300),
-    temperature=st.floats(0, 1e300),
+    temperature=st.just(0.0) | st.floats(1e-6, 1e300),
     tau=st.floats(0, exclude_min=True),
     in_flight=st.booleans(),
 )
@@ -626,3 +631,86 @@ def test_a_bound_that_cannot_hold_is_refused_and_one_more_is_enough(s: int, m: i
 )
 def test_a_placement_that_cannot_be(table, words):
     assert words in refusal(table)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "plain",
+        'quote " backslash \\boxed{} # no comment\nnew line\ttab',
+        "\N{SLIGHTLY SMILING FACE} \x7f \u2028 {question}",
+        "3",
+        3,
+        True,
+        1e-05,
+        1e300,
+        [0.5, "a,b", []],
+        {"min_terms": 2, "a key": {"x": [1, {"y": False}]}, "\N{SLIGHTLY SMILING FACE}": 1},
+    ],
+)
+def test_an_override_says_any_value_of_a_recipe(value) -> None:
+    override = as_override("task.config", value)
+    assert read_table(None, ["task=reasoning_gym", override])["task"]["config"] == value
+
+
+@pytest.mark.parametrize("text", ["steps = " + "[" * 5000, "steps = " + "9" * 5000, "\x00"])
+def test_what_no_parser_takes_is_no_toml(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match="is not TOML"):
+        load_recipe(file)
+    with pytest.raises(ConfigError, match="steps"):
+        load_recipe(None, [f"steps={text.rpartition(' ')[2]}"])
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.toml"
+    file.write_bytes(b"\xef\xbb\xbfsteps = 3\r\n")
+    assert load_recipe(file).steps == 3
+
+
+@pytest.mark.parametrize(
+    ("table", "match"),
+    [
+        ({1: 2}, "unknown key 1"),
+        ({"name": "a" * 201}, "at most 200 bytes"),
+        ({"name": "\N{SNOWMAN}" * 67}, "at most 200 bytes"),
+        ({"task": [{"name": "calculator", "weight": 10**400}, "lookup"]}, "weight must be finite"),
+        ({"task": [{"name": "calculator", "weight": 1e300}, "lookup"]}, "weight must be finite"),
+        ({"task": [{"name": "calculator", "weight": 5e-324}, "lookup"]}, "weight must be finite"),
+        (
+            {"task": {"path": "x", "reward": "a:b", "reward_timeout_s": 10**400}},
+            "must be below rollout.step_timeout_s",
+        ),
+    ],
+)
+def test_values_beyond_all_bounds_are_config_errors(table, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        recipe_from_table(table)
+
+
+def test_an_option_of_a_correction_that_is_none_is_its_default() -> None:
+    recipe = recipe_from_table({"correction": {"name": "dppo", "radius": None}})
+    assert recipe.correction == ({"name": "dppo"},)
+    assert 'name = "dppo"' in recipe.to_toml()
+    with pytest.raises(ConfigError, match="tau"):
+        recipe_from_table({"correction": {"name": "estr", "tau": None}})
+
+
+def test_a_temperature_that_no_logit_survives_is_refused() -> None:
+    for table in ("sampling", "eval"):
+        told = refusal({table: {"temperature": 1e-50}})
+        assert told.startswith(f"{table}.temperature must be at least 1e-06, not 1e-50")
+
+
+def test_an_evaluation_beyond_all_memory_is_refused() -> None:
+    for key in ("problems", "final_problems"):
+        told = refusal({"eval": {key: 10**30}})
+        assert told.startswith(f"eval.{key} must be at most 10000000, not ")
+
+
+def test_a_name_that_no_file_can_have_is_named_not_raised(tmp_path: Path) -> None:
+    name = "a" * 300
+    with pytest.raises(ConfigError, match="neither a file nor a shipped recipe"):
+        find_recipe(name)
+    assert find_run(name, tmp_path) is None

@@ -301,3 +301,29 @@ def test_bad_options_are_refused_check_106(
 def test_a_folder_without_a_corpus_is_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"corpus\.jsonl"):
         own(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["host/v1", "localhost:8000/v1", "file:///etc/passwd", "http://"])
+def test_an_address_of_a_judge_that_is_none_is_refused(folder: Path, url: str) -> None:
+    with pytest.raises(ConfigError, match="judge_url must begin with http"):
+        own(folder, judge="model", judge_url=url, judge_model="m")
+
+
+def test_a_long_run_of_spaces_in_an_answer_takes_no_time() -> None:
+    """This took a minute when the time grew with the square of the length."""
+    text = "Exact Answer: a" + " " * 20_000 + "x"
+    assert read_answer(text).answer == text.removeprefix("Exact Answer: ")
+    assert read_answer("**Exact Answer:** _Nuthe_ \nExact Answer: **").answer == "Nuthe"
+
+
+def test_the_query_id_0_is_one(folder: Path) -> None:
+    file = folder / "queries.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    write_jsonl(file, [{**row, "query_id": number} for number, row in enumerate(rows)])
+    task = own(folder)
+    found = {
+        task.query(split, i).query_id
+        for split in ("train", "test")
+        for i in range(task.size(split) or 0)
+    }
+    assert "0" in found

@@ -221,6 +221,7 @@ async def test_weights_that_change_meanwhile_are_an_error() -> None:
         ({"problems": [0, 0]}, "twice"),
         ({"k": 0}, "k must be"),
         ({"k": 1 << 17}, "k must be"),
+        ({"problems": range(10_000), "k": 10_000}, "more than 10000000 rollouts"),
         ({"seed": -1}, "seed must be"),
         ({"seed": 1 << 63}, "seed must be"),
         ({"concurrency": 0}, "concurrency"),
@@ -230,6 +231,13 @@ async def test_impossible_requests_are_refused(change, match: str) -> None:
     request = {"problems": [0], "k": 1, "seed": 0, **change}
     with pytest.raises(ConfigError, match=match):
         await evaluate(setting([[1]]), **request)
+
+
+async def test_two_problems_of_one_name_are_refused() -> None:
+    parts = setting([[1], [0], [1]])
+    parts.task.example_id = lambda split, problem: f"{problem % 2}"
+    with pytest.raises(ConfigError, match="calls its problems 0 and 2 both '0'"):
+        await evaluate(parts, problems=[0, 1, 2], k=1, seed=0)
 
 
 def test_json_is_one_plain_object() -> None:
@@ -501,6 +509,15 @@ def test_the_digest_is_that_of_what_writes(folder: Path, tmp_path: Path) -> None
     assert weights_digest(copy) == weights_digest(folder)
     (copy / "tokenizer.json").write_text("{}")
     assert weights_digest(copy) != weights_digest(folder)
+
+
+@pytest.mark.parametrize("name", ["chat_template.jinja", "merges.txt", "tokenizer.model"])
+def test_the_digest_knows_templates_and_vocabularies(tmp_path: Path, name: str) -> None:
+    before = weights_digest(tmp_path)
+    (tmp_path / name).write_text("one")
+    one = weights_digest(tmp_path)
+    (tmp_path / name).write_text("two")
+    assert len({before, one, weights_digest(tmp_path)}) == 3
 
 
 def test_two_models_are_compared_on_the_task_of_the_first(folder: Path, tmp_path: Path) -> None:

@@ -281,3 +281,16 @@ def test_every_grader_grades_its_own_reply_and_no_other_check_101(name: str, gol
 @settings(max_examples=200, deadline=None)
 def test_any_text_is_graded_by_any_grader(text: str, name: str) -> None:
     assert GRADERS[name].grade(text, "7") in (0.0, 1.0)
+
+
+@pytest.mark.parametrize("layer", ["\\ ", "\\,", "\\)", "\\(", "\\%", "$", "^{\\circ}", " "])
+def test_long_decoration_takes_no_longer_than_other_text(layer: str) -> None:
+    """Each of these took seconds when the time grew with the square of the length."""
+    text = "7" + layer * (1990 // len(layer))
+    assert GRADERS["boxed"].grade(f"\\boxed{{{text}x}}", "24") == 0.0
+    assert GRADERS["boxed"].grade(f"\\boxed{{{text}}}", "24") == 0.0
+
+
+@pytest.mark.parametrize("unit", ["\\ \\text{cm}", "\\,\\mathrm{m}", " \\; \\mbox{kg}^2", "\\%"])
+def test_space_before_a_unit_goes_with_it(unit: str) -> None:
+    assert GRADERS["boxed"].grade(f"\\boxed{{7{unit}}}", "7") == 1.0

@@ -165,3 +165,13 @@ def test_nobody_at_the_address_is_a_grader_error() -> None:
 def test_a_key_that_is_not_set_is_found_before_anything_runs() -> None:
     with pytest.raises(ConfigError, match="JUDGE_KEY_MISSING"):
         Judge(Endpoint("http://x", "judge", "JUDGE_KEY_MISSING"))
+
+
+@pytest.mark.parametrize("key", ["sk-secret\n", "sk-secret\r\n", "sk-s\u00e9cret"])
+def test_a_key_that_no_header_can_carry_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, key: str
+) -> None:
+    monkeypatch.setenv("JUDGE_KEY", key)
+    with pytest.raises(ConfigError, match="cannot be sent as a key") as refused:
+        Judge(Endpoint("http://127.0.0.1:9/v1", "m", "JUDGE_KEY"))
+    assert "sk-s" not in str(refused.value)

@@ -194,3 +194,32 @@ def test_bad_options_are_refused_check_106(options: dict[str, object]) -> None:
 
 def test_one_verifier_serves_all_tasks() -> None:
     assert shared_verifier(30.0) is shared_verifier(30.0)
+
+
+def test_null_is_no_answer_and_no_name(test_file: str, tmp_path: Path) -> None:
+    rows = [{"id": None, "problem": f"{i}?", "answer": None, "label": str(i)} for i in range(3)]
+    train = write(tmp_path / "train.jsonl", *rows)
+    task = MathTask(MathOptions(train=train, test=test_file, seed=0, timeout_s=30))
+    found = [task.problem("train", i) for i in range(3)]
+    assert sorted(problem.answer for problem in found) == ["0", "1", "2"]
+    assert sorted(problem.name for problem in found) == ["train-1", "train-2", "train-3"]
+    write(tmp_path / "train.jsonl", {"problem": "?", "answer": None})
+    with pytest.raises(DataError, match="no answer"):
+        MathTask(MathOptions(train=train, test=test_file, timeout_s=30))
+
+
+def test_problems_that_share_an_id_have_names_of_their_own(test_file: str, tmp_path: Path) -> None:
+    rows = [{"id": i % 2, "problem": f"{i}?", "answer": i} for i in range(3)]
+    test = write(tmp_path / "both.jsonl", *rows)
+    task = MathTask(MathOptions(train=test_file, test=test, timeout_s=30))
+    names = [task.example_id("test", i) for i in range(3)]
+    assert names == ["0 (both-1)", "1", "0 (both-3)"]
+
+
+def test_what_is_tested_is_not_trained_on(test_file: str, tmp_path: Path) -> None:
+    tested = {"problem": "Add 7 and 9 {x}.", "answer": 16}
+    train = write(tmp_path / "train.jsonl", tested, {"problem": "1+1?", "answer": "2"})
+    with pytest.raises(DataError, match="1 of 2 training problems"):
+        MathTask(MathOptions(train=train, test=test_file, timeout_s=30))
+    task = MathTask(MathOptions(train=train, test=test_file, bad_records="drop", timeout_s=30))
+    assert task.size("train") == 1

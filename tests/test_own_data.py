@@ -293,3 +293,50 @@ def test_the_last_turn_and_a_turn_cut_short_are_graded_as_they_stand(file: Path)
 def test_a_tool_that_fails_is_a_failure_of_the_environment(file: Path) -> None:
     with pytest.raises(EnvError, match="tool double: RuntimeError: unlucky"):
         play(tooled(file).make("train", 0), write_call("double", {"x": 13}))
+
+
+@pytest.mark.parametrize(
+    ("row", "options"),
+    [
+        ({"question": None, "answer": 1}, {}),
+        ({"question": "  ", "answer": 1}, {}),
+        ({"question": "", "answer": 1}, {"style": "text"}),
+        ({"question": "what?", "answer": None}, {"reward": "exact"}),
+        ({"question": "what?", "answer": None}, {"reward": "boxed"}),
+    ],
+)
+def test_what_is_null_or_blank_is_no_problem(
+    file: Path, row: dict[str, Any], options: dict[str, Any]
+) -> None:
+    write(file, [*records(4), row])
+    with pytest.raises(DataError, match=r"record 5: .*(null|empty)"):
+        task(file, **options)
+    made = task(file, bad_records="drop", **options)
+    assert [made.size(split) for split in ("train", "test")] == [3, 1]
+
+
+def test_a_field_that_holds_the_answer_within_it_is_not_shown(file: Path) -> None:
+    write(file, [{"question": f"{i}?", "gold": {"answer": i}} for i in range(4)])
+    for prompt in ("{question} {gold}", "{question} {gold.answer}"):
+        with pytest.raises(ConfigError, match="shows the model the answer"):
+            task(file, prompt=prompt, answer="gold.answer")
+    assert task(file, answer="gold.answer").size("train") == 3
+
+
+def test_what_is_tested_is_not_trained_on(file: Path, tmp_path: Path) -> None:
+    test = write(tmp_path / "test.jsonl", records(3))
+    for same in (file, test):
+        with pytest.raises(DataError, match="must not be trained on"):
+            task(file, test=str(same))
+    made = task(file, test=str(test), bad_records="drop")
+    trained = {str(made.problem("train", i).prompt) for i in range(7)}
+    assert not trained & {str(made.problem("test", i).prompt) for i in range(3)}
+    with pytest.raises(DataError, match="10 of 10"):
+        task(file, test=str(file), bad_records="drop")
+
+
+def test_its_fingerprint_is_that_of_its_files(file: Path) -> None:
+    before = task(file).fingerprint
+    assert task(file, seed=1).fingerprint == before
+    write(file, [*records(9), {"question": "1+9?", "answer": 11}])
+    assert task(file).fingerprint != before

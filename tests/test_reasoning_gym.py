@@ -45,6 +45,21 @@ def play(of: ReasoningGymTask, text: str, finish: Any = "stop") -> tuple[Any, Re
     return asyncio.run(both())
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("I put it between <answer> tags: <answer>7</answer>", "7"),
+        ("<answer>6</answer> no, <answer> 7 </answer> it is </answer>", "7"),
+        ("<answer>7</answer> or <answer>8", "7"),
+        ("</answer>7<answer>", None),
+        ("<answer>" * 100_000, None),
+        ("<answer>" * 100_000 + "7</answer>", "7"),
+    ],
+)
+def test_the_last_answer_counts_whatever_stands_before_it(text: str, said: str | None) -> None:
+    assert extract_answer(text) == said
+
+
 def test_a_problem_is_asked_and_its_gold_answer_is_right() -> None:
     made = task(config={"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1})
     assert made.size("train") is None

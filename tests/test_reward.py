@@ -156,3 +156,15 @@ def test_nobody_waits_for_a_call_of_many_that_was_cancelled() -> None:
 def test_a_function_that_cannot_be_served_is_refused(function: Any, match: str) -> None:
     with pytest.raises(ConfigError, match=match):
         Reward(function, "task.reward")
+
+
+def by_place(reply: str, /) -> float:
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "match"), [(max, "does not say what it asks for"), (by_place, "leave out the /")]
+)
+def test_a_function_that_cannot_be_asked_by_name_is_refused(function: Any, match: str) -> None:
+    with pytest.raises(ConfigError, match=match):
+        Reward(function, "task.reward")

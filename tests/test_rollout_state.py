@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -11,15 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from estr.engine import Request, ScriptedEngine
-from estr.environment import Reply, ScriptedEnvironment
+from estr.environment import Reply, ScriptedEnvironment, plain_reply
 from estr.errors import CheckpointError
 from estr.options.run import RolloutOptions
 from estr.rollout import RolloutSetting, run_rollout
 from estr.rollout_state import (
     RolloutState,
     SegmentPool,
+    pack_reply,
     pack_state,
     pack_trajectory,
+    unpack_reply,
     unpack_state,
     unpack_trajectory,
 )
@@ -243,3 +246,30 @@ async def test_a_finished_trajectory_comes_back_the_same() -> None:
             assert all(same(a, b) for a, b in zip(trajectory.segments, again.segments, strict=True))
         else:
             assert getattr(again, field.name) == getattr(trajectory, field.name)
+
+
+@pytest.mark.parametrize(
+    ("given", "plain"),
+    [
+        (Reply(np.array([3, 4])), Reply([3, 4])),
+        (Reply([np.int64(3)]), Reply([3])),
+        (Reply((3, 4)), Reply([3, 4])),
+        (Reply(observation=""), Reply(observation="")),
+        (
+            Reply([MappingProxyType({"role": "tool", "content": "5"})]),
+            Reply([{"role": "tool", "content": "5"}]),
+        ),
+        (Reply(outcome=np.float32(0.5)), Reply(outcome=0.5)),
+        (Reply(outcome=np.float64(0.5)), Reply(outcome=0.5)),
+        (Reply(outcome=True), Reply(outcome=1.0)),
+        (
+            Reply(outcome=np.bool_(True), rewards=MappingProxyType({1: np.float64(2.0)})),
+            Reply(outcome=1.0, rewards={"1": 2.0}),
+        ),
+    ],
+)
+def test_whatever_an_environment_answers_with_a_checkpoint_can_hold(given, plain) -> None:
+    reply = plain_reply(given)
+    assert reply == plain
+    assert type(reply.outcome) in (float, type(None))
+    assert unpack_reply(json.loads(json.dumps(pack_reply(reply)))) == plain

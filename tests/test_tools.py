@@ -184,3 +184,21 @@ def test_a_long_answer_is_cut_on_the_side_that_is_named_check_81() -> None:
     assert cut_text("abcdef", 6, "left") == "abcdef"
     assert cut_text("abcdef", 5, "left") == "...bcdef"
     assert ask("look_up", key="x" * 100) == '{"' + "x" * 38 + "..."
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        '{"a": "\\ud800"}',
+        '{"a": 1, "\\ud800": 2}',
+        '{"\\udfff": 1}',
+        '{"a": [[["\\ud800"]]]}',
+        '{"a": 1' + "0" * 400 + "}",
+        '{"a": 1' + "0" * 5000 + "}",
+        '{"a": ' + "[" * 900 + "]" * 900 + "}",
+    ],
+)
+def test_arguments_that_no_type_can_hold_are_answered(arguments: str) -> None:
+    written = call(f'<tool_call>{{"name": "add", "arguments": {arguments}}}</tool_call>')
+    assert BOX.check(written) is not None
+    assert asyncio.run(BOX.answer(written)).startswith("error: ")

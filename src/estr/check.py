@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -102,8 +101,8 @@ def _check_tables(path: Path | None, findings: Findings) -> None:
     if path is None:
         return
     try:
-        table = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        table = read_table(path)
+    except ConfigError:
         return  # the whole has said so already
     known = Recipe.__dataclass_fields__
     for key, value in table.items():

@@ -11,6 +11,7 @@ Unknown keys are refused at every level, with the nearest known one. No torch is
 from __future__ import annotations
 
 import dataclasses
+import json
 import re
 import tomllib
 import typing
@@ -43,6 +44,9 @@ from .options.tasks import MIX, check_call_limits, entries
 
 T = TypeVar("T")
 Table = dict[str, Any]
+
+_LONGEST_NAME = 200
+"""File systems take 255 bytes; what is written aside first has a longer name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,9 @@ class Recipe:
         require(
             self.name.isprintable()
             and not set(self.name) & set("/\\")
-            and self.name not in ("", ".", ".."),
-            f"name must be a plain folder name, not {self.name!r}",
+            and self.name not in ("", ".", "..")
+            and len(self.name.encode()) <= _LONGEST_NAME,
+            f"name must be a plain folder name of at most {_LONGEST_NAME} bytes, not {self.name!r}",
         )
         for key in ("steps", "epochs", "groups_per_step", "num_minibatches", "publish_every"):
             value = getattr(self, key)
@@ -172,10 +177,10 @@ def read_table(path: str | Path | None = None, overrides: Iterable[str] = ()) ->
     table: Table = {}
     if path is not None:
         try:
-            table = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+            table = tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
         except OSError as error:
             raise ConfigError(f"cannot read recipe {path}: {error.strerror}") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except (ValueError, RecursionError) as error:  # syntax, encoding, endless digits, brackets
             raise ConfigError(f"{path} is not TOML: {error}") from error
     for override in overrides:
         _apply_override(table, override)
@@ -199,7 +204,9 @@ def recipe_from_table(table: Mapping[str, Any]) -> Recipe:
     check_call_limits(recipe.task, recipe.rollout.step_timeout_s)
     for i, entry in enumerate(recipe.correction):
         correction_options(entry, _correction_place(i, len(recipe.correction)))
-    return recipe
+    # TOML knows no None: an option that may be None is left out.
+    given = tuple({k: v for k, v in e.items() if v is not None} for e in recipe.correction)
+    return dataclasses.replace(recipe, correction=given)
 
 
 def _task(entry: Any) -> Table:
@@ -259,7 +266,7 @@ def _refuse_unknown(
     for key, value in table.items():
         if key not in hints:
             unknown = f"unknown key {at}{key}" + (f" of {of}" if of else "")
-            raise ConfigError(f"{unknown}; {suggest(key, [*hints, *taken], _homes(), at)}")
+            raise ConfigError(f"{unknown}; {suggest(str(key), [*hints, *taken], _homes(), at)}")
         if dataclasses.is_dataclass(hints[key]):
             _refuse_unknown(hints[key], value, at + key)
 
@@ -321,8 +328,26 @@ def _toml_value(text: str) -> Any:
     """A value of the command line: TOML, or the text itself where it is not."""
     try:
         return tomllib.loads(f"v = {text}")["v"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text.strip()
+
+
+def as_override(key: str, value: Any) -> str:
+    """The "key=value" that load_recipe reads back as this value."""
+    return f"{key}={_toml(value)}"
+
+
+def _toml(value: Any) -> str:
+    """In one line, as `_toml_value` reads it."""
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_toml(str(k))} = {_toml(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return str(value)
 
 
 def _explain(error: str, cls: Any, table: Mapping[str, Any], place: str) -> str:

@@ -13,10 +13,15 @@ from it. An exception is a failure of the environment: the trajectory gets the s
 from __future__ import annotations
 
 import asyncio
+import math
+import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
+from .errors import EnvError, GraderError
 from .types import FinishReason
 
 Message = Mapping[str, Any]
@@ -46,6 +51,65 @@ class Reply:
     observation: Prompt | None = None
     outcome: float | None = None
     rewards: Mapping[str, float] = field(default_factory=dict)
+
+
+def finite_number(value: Any) -> float | None:
+    """What Python, NumPy or a tensor without dimensions states as a finite number; None: it states
+    none."""
+    number = value.item() if getattr(value, "ndim", None) == 0 else value
+    try:
+        if isinstance(number, numbers.Real) and math.isfinite(number):
+            return float(number)
+    except OverflowError:  # an integer beyond all floats
+        pass
+    return None
+
+
+def plain_reply(reply: object) -> Reply:
+    """The same answer in plain floats, dicts and lists, so that a checkpoint can hold it.
+
+    Raises EnvError for what is no Reply or an observation that is none, GraderError where outcome,
+    a component or their sum is no finite number.
+    """
+    if not isinstance(reply, Reply):
+        raise EnvError(f"environment.step() must return a Reply, not {reply!r:.80}")
+    if not isinstance(reply.rewards, Mapping):
+        raise GraderError(f"Reply.rewards must be a mapping of numbers, not {reply.rewards!r:.80}")
+    rewards = {str(name): _number(str(name), part) for name, part in reply.rewards.items()}
+    _number("the sum of Reply.rewards", sum(rewards.values()))
+    outcome = None if reply.outcome is None else _number("outcome", reply.outcome)
+    return Reply(_plain_observation(reply.observation), outcome, rewards)
+
+
+def _number(name: str, value: Any) -> float:
+    number = finite_number(value)
+    if number is None:
+        raise GraderError(f"{name} must be a finite number, not {value!r:.80}")
+    return number
+
+
+def _plain_observation(observation: Any) -> Any:
+    if observation is None or isinstance(observation, str):
+        return observation
+    try:
+        return msgspec.json.decode(msgspec.json.encode(observation, enc_hook=_builtin))
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        raise EnvError(
+            f"an observation is text, token ids or chat messages, not {observation!r:.80}: {error}"
+        ) from error
+
+
+def _builtin(value: Any) -> Any:
+    """What msgspec does not know: arrays and tensors, mappings and sequences of other kinds."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, Sequence):
+        return list(value)
+    raise NotImplementedError(f"{type(value).__name__} is no JSON data")
 
 
 class Environment(Protocol):

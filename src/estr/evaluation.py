@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import json
 import os
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -38,6 +37,7 @@ from .subject import (
     build_settings,
     find_subject,
     stamp_version,
+    task_overrides,
     torch_threads,
 )
 from .types import Trajectory
@@ -97,11 +97,9 @@ def compare_models(
         source, task=task, overrides=[*overrides, *keys], weights=weights, runs=Path(runs)
     )
     recipe = first.recipe
-    same_task = [
-        f"task{'' if key == 'name' else f'.{key}'}={json.dumps(value)}"
-        for key, value in sorted(recipe.task.items(), key=lambda item: item[0] != "name")
-    ]
-    second = find_subject(against, overrides=same_task, weights=weights, runs=Path(runs))
+    second = find_subject(
+        against, overrides=task_overrides(recipe.task), weights=weights, runs=Path(runs)
+    )
     own = dataclasses.replace(recipe, model=second.recipe.model)
     second = dataclasses.replace(second, recipe=own, label=first.label)
     results = [_evaluate_subject(subject, out) for subject in (first, second)]

@@ -183,7 +183,9 @@ def _transcript(record: RolloutRecord) -> str:
 def weights_digest(folder: Path) -> str:
     """Of everything in a model folder that has a say in what it writes."""
     digest = hashlib.sha256()
-    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.json")]):
+    # Chat templates and vocabularies may have files of their own.
+    kinds = ("*.safetensors", "*.json", "*.jinja", "*/*.jinja", "*.model", "*.txt")
+    for path in sorted(path for kind in kinds for path in folder.glob(kind)):
         if path.name == "record.json":
             continue
         digest.update(path.name.encode())

@@ -17,6 +17,7 @@ from .environment import Task
 from .errors import ConfigError, EngineError, WeightsError, first_raised
 from .evaluation_records import RolloutFile, RolloutRecord, replies, transcribe
 from .evaluation_result import EvalResult, Request, summarize
+from .options.run import MOST_ROLLOUTS
 from .rollout import RolloutSetting, run_rollout
 from .types import RolloutId, Trajectory
 
@@ -51,8 +52,7 @@ async def evaluate(
     versions: set[int] = set()
     clock = time.monotonic()
     left: list[tuple[str, int, int]] = []
-    for problem in problems:
-        example = _example(setting.task, setting.split, problem)
+    for problem, example in _examples(setting, problems):
         for index in range(k):
             found = None if kept is None else kept.find(example, index)
             if found is None:
@@ -93,6 +93,20 @@ async def evaluate(
     )
 
 
+def _examples(setting: RolloutSetting, problems: Sequence[int]) -> list[tuple[int, str]]:
+    """Each problem with the name that its rollouts are kept and found by."""
+    named = [(problem, _example(setting.task, setting.split, problem)) for problem in problems]
+    first: dict[str, int] = {}
+    for problem, example in named:
+        if first.setdefault(example, problem) != problem:
+            raise ConfigError(
+                f"task {setting.task.name} calls its problems {first[example]} and {problem} both "
+                f"{example!r}, and their rollouts would be mistaken for each other; its "
+                "example_id() must give each a name of its own"
+            )
+    return named
+
+
 def _example(task: Task, split: str, problem: int) -> str:
     name = getattr(task, "example_id", None)
     return f"{split}/{problem}" if name is None else str(name(split, problem))
@@ -127,6 +141,11 @@ def _answer(task: Task, reply: str) -> str | None:
 def _check_request(problems: Sequence[int], k: int, seed: int, concurrency: int) -> None:
     if not problems:
         raise ConfigError("there is no problem to evaluate")
+    if len(problems) * k > MOST_ROLLOUTS:
+        raise ConfigError(
+            f"{len(problems)} problems {k} times are more than {MOST_ROLLOUTS} rollouts; "
+            "lower the number of problems or k"
+        )
     if len(set(problems)) != len(problems):
         raise ConfigError("a problem is named twice; its rollouts would be the same ones")
     if not 1 <= k <= _MAX_K:

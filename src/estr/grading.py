@@ -44,9 +44,10 @@ _ANSWER_LINE = re.compile(
 _DECORATION = re.compile(
     r"\\(?:left|right|displaystyle|[,;:!> ])(?![A-Za-z])|\\(?:mathrm|textbf|mathbf)(?={)|[$`]"
 )
+_SPACES = ("\\ ", "\\,", "\\;")
 _MATH_MODE = re.compile(r"^\\[(\[]|\\[)\]]$")
 _UNIT = re.compile(
-    r"(?:\s|\\[ ,;])*\\(?:text|mbox|mathrm)\s*{\s*[A-Za-z. ]+}(?:\^{?[0-9]}?)?$|"
+    r"\\(?:text|mbox|mathrm)\s*{\s*[A-Za-z. ]+}(?:\^{?[0-9]}?)?$|"
     r"\^{?\\circ}?$|\\?%$|\\degree$"
 )
 _FRACTION = re.compile(
@@ -56,6 +57,8 @@ _FRACTION = re.compile(
 )
 _LONGEST = 2000
 """Characters beyond which a text is no answer."""
+_MOST_LAYERS = 8
+"""Of units and math mode around one answer; what has more is compared as it stands."""
 _WORDS = re.compile(r"[A-Za-z]{2,}(?: [A-Za-z]+)+")
 
 
@@ -226,13 +229,23 @@ def _exact(text: str) -> Fraction | None:
 def _bare(text: str) -> str:
     """The text without what only decorates it: unit, markdown, dollar signs, LaTeX spacing."""
     bare = _plain(text).replace("\\$", "$").strip().rstrip(".").strip("_")
-    while (shorter := _UNIT.sub("", _MATH_MODE.sub("", bare.strip("$* ")))) and shorter != bare:
-        bare = shorter
+    for _ in range(_MOST_LAYERS):
+        shorter = _UNIT.sub("", _MATH_MODE.sub("", bare.strip("$* ")))
+        if not shorter or shorter == bare:
+            break
+        bare = _without_end_spaces(shorter) or shorter
     bare = _DECORATION.sub("", bare).replace("{,}", ",")
     bare = re.sub(r"\\(?:text|mbox)\s*{([^{}]*)}", r"\1", bare)
     bare = re.sub(r"\\[dt]frac(?![A-Za-z])", r"\\frac", bare)
     # A space between two letters or digits says something: "1 2" is not 12.
     return re.sub(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])", "", " ".join(bare.split()))
+
+
+def _without_end_spaces(text: str) -> str:
+    """Without white space at the end, that of LaTeX included: what stood before a unit."""
+    while text.endswith(_SPACES) or text[-1:].isspace():
+        text = text[: -2 if text.endswith(_SPACES) else -1]
+    return text
 
 
 def _folded(text: str) -> str:

@@ -71,7 +71,7 @@ def cache_folder() -> Path:
 
 def check_folder(folder: Path) -> Path:
     """The folder itself, if it can hold a model: config.json and safetensors. Raises DataError."""
-    if not folder.is_dir():
+    if not os.path.isdir(folder):  # False for a name that no folder can have, too
         raise DataError(
             f"model {str(folder)!r} is neither a folder nor one of "
             f"{BUILTIN!r}, {SMOLLM2!r}, {WARM_START!r}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 
 from .errors import ConfigError
@@ -10,7 +11,7 @@ from .errors import ConfigError
 
 def find_recipe(name: str | None) -> Path | None:
     """A recipe file, or the shipped recipe of that name. Raises ConfigError naming those."""
-    if name is None or Path(name).is_file():
+    if name is None or os.path.isfile(name):  # False for a name that no file can have, too
         return None if name is None else Path(name)
     shipped = {path.stem: path for place in recipe_folders() for path in place.glob("*.toml")}
     if name in shipped:

@@ -11,9 +11,10 @@ stand for the text "{name}".
 from __future__ import annotations
 
 import difflib
+import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,11 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return records
 
 
+def file_digests(paths: Iterable[Path]) -> str:
+    """Tells these files from others, and from themselves once they are changed."""
+    return " ".join(hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in paths)
+
+
 def require_whole_text(record: Any) -> None:
     """Raises ValueError where JSON data hold half a character ("\\ud800" alone), which no tokenizer
     reads."""
@@ -95,12 +101,12 @@ def names_in(template: str) -> Iterator[str]:
 
 def fill(template: str, record: Record) -> str:
     """The template with every {field} replaced by the record's value: text as it is, anything else
-    as JSON. Raises DataError for a field that the record lacks."""
+    as JSON. Raises DataError for a field that the record lacks or that is null."""
 
     def value(match: re.Match[str]) -> str:
         if match[1] is not None:
             return f"{{{match[1]}}}"
-        return as_text(field(record, match[2]))
+        return as_text(known_field(record, match[2]))
 
     return _NAME.sub(value, template)
 
@@ -115,6 +121,14 @@ def field(record: Record, name: str) -> Any:
         if not isinstance(value, Mapping) or part not in value:
             raise DataError(f"there is no field {name!r}; {_nearest(name, record)}")
         value = value[part]
+    return value
+
+
+def known_field(record: Record, name: str) -> Any:
+    """The value of a field that is not null. Raises DataError."""
+    value = field(record, name)
+    if value is None:
+        raise DataError(f"the field {name!r} is null")
     return value
 
 

@@ -16,13 +16,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import math
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .environment import Message, Reply
+from .environment import Message, Reply, finite_number
 from .errors import ConfigError, GraderError
 from .functions import CallTimeout, call_limited, told
 from .records import Record
@@ -158,14 +156,10 @@ def to_reply(value: Any, name: str) -> Reply:
 
 
 def _finite(value: Any, name: str) -> float:
-    # A NumPy bool, and an array or a tensor without dimensions, are numbers to whoever gave them.
-    number = value.item() if getattr(value, "ndim", None) == 0 else value
-    try:
-        if isinstance(number, numbers.Real) and math.isfinite(number):
-            return float(number)
-    except OverflowError:  # an integer beyond all floats
-        pass
-    raise GraderError(f"{name} gave {value!r:.80}, which is not a finite number")
+    number = finite_number(value)
+    if number is None:
+        raise GraderError(f"{name} gave {value!r:.80}, which is not a finite number")
+    return number
 
 
 def _as_many(answers: Any, count: int, name: str) -> list[Any]:
@@ -182,7 +176,18 @@ def _parameters(function: Callable[..., Any], key: str) -> tuple[list[str], bool
         raise ConfigError(f"{key} is {function!r:.80}, not a function")
     singular = {plural: name for name, plural in _PLURALS.items()}
     asked: list[str] = []
-    for parameter in inspect.signature(function).parameters.values():
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{key} does not say what it asks for ({error}); name a function around it, with "
+            f"parameters among {', '.join(_PLURALS)}"
+        ) from error
+    for parameter in parameters:
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"{key}: its parameter {parameter.name!r} cannot be given by name; leave out the /"
+            )
         if parameter.name in _PLURALS or parameter.name in singular:
             asked.append(parameter.name)
         elif parameter.default is parameter.empty and parameter.kind not in (

@@ -17,7 +17,6 @@ Then: `buffer` -> `batch` -> `trainer` -> `losses`.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,7 +26,7 @@ import numpy as np
 
 from .chat import Encoding, Transcript
 from .engine import Engine, Request
-from .environment import Action, Environment, Reply, Task
+from .environment import Action, Environment, Reply, Task, plain_reply
 from .errors import EngineError, EnvError, GraderError, WorkerError
 from .functions import told
 from .options.run import RolloutOptions
@@ -176,8 +175,7 @@ async def _restore(
         raise _NotRestored
     for drawn, saved in zip(state.written(), state.replies, strict=False):
         action = _action(setting.codec, drawn, setting.sampling)
-        reply = await _limited(environment, "step", setting.limits, action)
-        _check_reply(reply)
+        reply = plain_reply(await _limited(environment, "step", setting.limits, action))
         if pack_reply(reply) != pack_reply(saved):
             raise _NotRestored
         if saved.observation is not None:
@@ -204,9 +202,8 @@ async def _play(
             raise EngineError(f"{rollout_id}: the engine aborted the request")
         clock = time.monotonic()
         action = _action(setting.codec, drawn, setting.sampling)
-        reply = await _limited(environment, "step", limits, action)
+        reply = plain_reply(await _limited(environment, "step", limits, action))
         state.environment_s += time.monotonic() - clock
-        _check_reply(reply)
         read = None
         if reply.observation is not None:
             read = transcript.extend(action.text, action.token_ids[-1], reply.observation)
@@ -262,19 +259,6 @@ def _check_drawn(drawn: object, request: Request) -> None:
         wrong = "an entropy is not finite"
     if wrong is not None:
         raise EngineError(f"{request.id}: the engine's answer is unusable: {wrong}")
-
-
-def _check_reply(reply: object) -> None:
-    """Raise EnvError for what is no Reply, GraderError for a result that is no finite number."""
-    if not isinstance(reply, Reply):
-        raise EnvError(f"environment.step() must return a Reply, not {reply!r:.80}")
-    if not isinstance(reply.rewards, Mapping):
-        raise GraderError(f"Reply.rewards must be a mapping of numbers, not {reply.rewards!r:.80}")
-    for name, value in {"outcome": reply.outcome, **reply.rewards}.items():
-        if name == "outcome" and value is None:
-            continue
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            raise GraderError(f"{name} must be a finite number, not {value!r:.80}")
 
 
 def _action(codec: Encoding, drawn: Segment, sampling: SamplingSettings) -> Action:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from . import blocking
-from .config import Recipe, load_recipe
+from .config import Recipe, as_override, load_recipe
 from .errors import ConfigError, DataError
 from .options.tasks import MIX, entries
 from .rollout import RolloutSetting
@@ -84,14 +84,14 @@ def find_subject(
     label = None
     if chosen in own and len(own) > 1:
         label = chosen
-        overrides = [*_as_overrides(own[chosen]), *overrides]
+        overrides = [*task_overrides(own[chosen]), *overrides]
     elif chosen and chosen not in own:
         if len(own) > 1 and chosen not in TASKS and ":" not in chosen:
             raise ConfigError(
                 f"{chosen!r} is neither a task of {source} ({', '.join(own)}) nor a shipped one "
                 f"({', '.join(TASKS)})"
             )
-        overrides = [f"task={json.dumps(chosen)}", *overrides]
+        overrides = [as_override("task", chosen), *overrides]
     recipe = load_recipe(recipe_file, overrides)
     known = {MIX, *(table["name"] for table in own.values())}
     if run is None or recipe.task["name"] not in known:
@@ -120,10 +120,10 @@ def find_subject(
     return Subject(folder, recipe, None, stamped_version(folder))
 
 
-def _as_overrides(table: Mapping[str, Any]) -> list[str]:
+def task_overrides(table: Mapping[str, Any]) -> list[str]:
     """A task table as overrides that replace whatever task there was."""
-    options = [f"task.{key}={json.dumps(value)}" for key, value in table.items() if key != "name"]
-    return [f"task={json.dumps(table['name'])}", *options]
+    options = [as_override(f"task.{key}", value) for key, value in table.items() if key != "name"]
+    return [as_override("task", table["name"]), *options]
 
 
 def _eval_settings(recipe: Recipe) -> list[str]:
@@ -131,7 +131,7 @@ def _eval_settings(recipe: Recipe) -> list[str]:
     from .environments import build_task
 
     settings = getattr(build_task(recipe.task), "eval_settings", {})
-    return [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return [as_override(key, value) for key, value in settings.items()]
 
 
 def model_folder(recipe: Recipe, tell: Callable[[str], None] = lambda line: None) -> Path:
@@ -151,7 +151,7 @@ def model_folder(recipe: Recipe, tell: Callable[[str], None] = lambda line: None
 def find_run(source: str | os.PathLike[str], runs: Path) -> RunFolder | None:
     """The run folder at that path, or of that name under `runs`; None if there is none."""
     for path in (Path(source), runs / Path(source)):
-        if (path / "config.toml").is_file():
+        if os.path.isfile(path / "config.toml"):  # False for a name that no file can have, too
             return RunFolder.open(path)
     return None
 

@@ -195,7 +195,7 @@ class Toolbox:
             return None, f"there is no tool {call.name!r}; tools: {', '.join(self.tools)}"
         try:
             read = msgspec.convert(dict(call.arguments), tool.arguments, strict=False)
-        except msgspec.ValidationError as error:
+        except (msgspec.ValidationError, UnicodeEncodeError) as error:  # half a character
             return None, f"wrong arguments for {call.name}: {error}"
         return {name: getattr(read, name) for name in tool.arguments.__struct_fields__}, None
 

@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 from ..config import read_options
 from ..environment import Task
-from ..errors import ConfigError
+from ..errors import ConfigError, DataError
 from ..functions import import_object
 from ..options.tasks import MIX, entries
+
+T = TypeVar("T")
 
 TASKS: dict[str, str] = {
     "arithmetic": "estr.environments.arithmetic:ArithmeticTask",
@@ -86,6 +89,23 @@ def check_split(split: str) -> None:
     """Raises ValueError unless `split` is "train" or "test"."""
     if split not in ("train", "test"):
         raise ValueError(f"split must be 'train' or 'test', not {split!r}")
+
+
+def without_tested(
+    train: Sequence[T], test: Sequence[T], prompt: Callable[[T], Any], *, drop: bool
+) -> list[T]:
+    """The training problems whose prompt no test problem has. Raises DataError where there are
+    others, unless they are to be dropped and some are left."""
+    tested = {json.dumps(prompt(problem), ensure_ascii=False) for problem in test}
+    left = [p for p in train if json.dumps(prompt(p), ensure_ascii=False) not in tested]
+    shared = len(train) - len(left)
+    if shared and not (drop and left):
+        raise DataError(
+            f"{shared} of {len(train)} training problems have the prompt of a test problem, and "
+            "what is tested must not be trained on; take them out of one of the files, or leave "
+            'them out of the training with task.bad_records = "drop"'
+        )
+    return left
 
 
 def stable_hash(*key: str | int) -> int:

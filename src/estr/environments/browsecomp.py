@@ -65,7 +65,7 @@ def read_qrels(path: Path) -> dict[str, frozenset[str]]:
         fields = line.split()
         if not fields:
             continue
-        if len(fields) != 4 or not fields[3].isdigit():
+        if len(fields) != 4 or not fields[3].isdecimal():
             raise DataError(f"{path}, line {number}: not of the form 'qid Q0 docid relevance'")
         if int(fields[3]):
             relevant.setdefault(fields[0], set()).add(fields[2])

@@ -62,10 +62,11 @@ _EXAMPLE = (
 """Made up for the prompt; in no corpus."""
 
 _LEAD = r"^[ \t*_#>-]*"
-_ANSWER = re.compile(rf"{_LEAD}exact answer[ \t*_]*:[ \t*_]*(.*?)[ \t*_]*$", re.I | re.M)
+_ANSWER = re.compile(rf"{_LEAD}exact answer[ \t*_]*:(.*)$", re.I | re.M)
 _CONFIDENCE = re.compile(
     rf"{_LEAD}confidence[ \t*_]*:[ \t*_]*([0-9]{{1,3}}(?:\.[0-9]+)?)(?![0-9])", re.I | re.M
 )
+_ADDRESS = re.compile(r"https?://[^\s/]+\S*", re.IGNORECASE)
 _CITED = re.compile(r"[\[【]([^\[\]【】]{1,200})[\]】]")
 
 
@@ -121,6 +122,10 @@ class DeepSearchOptions:
         require(
             self.judge == "exact" or named,
             'judge = "model" needs judge_url and judge_model: where it is asked, and whom',
+        )
+        require(
+            not self.judge_url or bool(_ADDRESS.fullmatch(self.judge_url)),
+            f"judge_url must begin with http:// or https:// and a host, not {self.judge_url!r}",
         )
 
 
@@ -326,7 +331,7 @@ def _last_reply(record: RolloutRecord) -> str:
 
 def read_answer(text: str) -> FinalAnswer:
     """The three lines; of each the last one counts, and a missing one is None."""
-    answers = [said for said in _ANSWER.findall(text) if said]
+    answers = [said for line in _ANSWER.findall(text) if (said := line.strip(" \t*_"))]
     stated = [float(number) for number in _CONFIDENCE.findall(text)]
     cited = [docid for found in _CITED.findall(text) for docid in re.split(r"[,;\s]+", found)]
     return FinalAnswer(

@@ -24,7 +24,7 @@ from ..environment import Environment, Message, Reply
 from ..errors import DataError, GraderError
 from ..grading import GRADERS
 from ..options.corrections import require
-from ..records import read_records
+from ..records import file_digests, read_records
 from ..tools import Toolbox, write_call
 from . import check_split, stable_hash
 from .conversation import Conversation, Ending, ToolRole
@@ -114,7 +114,9 @@ class Gsm8kTask:
         self._grader = GRADERS[options.mode]
         self._toolbox = Toolbox({"calculator": calculator}) if options.tool else None
         folder = Path(options.folder) if options.folder else SLICE
-        train, test = (read_problems(folder / f"{split}.jsonl") for split in ("train", "test"))
+        files = [folder / f"{split}.jsonl" for split in ("train", "test")]
+        train, test = map(read_problems, files)
+        self.fingerprint = file_digests(files)
         order = [stable_hash(options.seed, "train", i) for i in range(len(train))]
         self._problems = {
             "train": [train[i] for i in sorted(range(len(train)), key=order.__getitem__)],

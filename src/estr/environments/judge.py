@@ -113,7 +113,8 @@ class Endpoint:
 
 
 class Judge:
-    """Asks an endpoint. Raises ConfigError if the variable with the key is not set."""
+    """Asks an endpoint. Raises ConfigError if the variable with the key is not set, or holds what
+    no header can carry."""
 
     def __init__(self, endpoint: Endpoint) -> None:
         self._endpoint = endpoint
@@ -125,6 +126,12 @@ class Judge:
                 raise ConfigError(
                     f"task.judge_key_variable = {endpoint.key_variable!r}: this environment "
                     "variable is not set; put the key of the judge's endpoint there"
+                )
+            if not (self._key.isascii() and self._key.isprintable()):
+                raise ConfigError(
+                    f"task.judge_key_variable = {endpoint.key_variable!r}: what this environment "
+                    "variable holds cannot be sent as a key: it has a line break, or a letter "
+                    "beyond ASCII, in it; put the key alone there"
                 )
             self._headers["Authorization"] = f"Bearer {self._key}"
 

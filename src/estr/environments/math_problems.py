@@ -12,11 +12,11 @@ task is built. Comparing is done in another process with a time limit (estr.math
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -27,8 +27,8 @@ from ..grading import check_gold_answer, last_answer_line, last_box
 from ..math_grading import MathVerifier, shared_verifier
 from ..options.corrections import require
 from ..options.run import require_seconds
-from ..records import as_text, read_records
-from . import check_split, stable_hash
+from ..records import as_text, file_digests, read_records
+from . import check_split, stable_hash, without_tested
 from .conversation import Conversation, Ending
 
 SHIPPED = ("deepmath", "deepscaler", "math500")
@@ -70,7 +70,8 @@ class MathOptions:
     timeout_s: float = 5.0
     """Time that comparing one answer may take, seconds; longer: grader_error, not wrong."""
     bad_records: Literal["refuse", "drop"] = "refuse"
-    """What becomes of records without a problem, or with an answer that cannot be graded."""
+    """What becomes of records without a problem, with an answer that cannot be graded, or that
+    would be both trained and tested on."""
     unfinished_outcome: float = 0.0
     """Outcome of a rollout that ran out of tokens or time."""
     seed: int = 0
@@ -116,13 +117,18 @@ class MathTask:
         self._verifier = shared_verifier(options.timeout_s)
         files = {"train": _file(options.train), "test": _file(options.test)}
         problems = {split: self._read(path) for split, path in files.items()}
+        problems["train"] = without_tested(
+            problems["train"],
+            problems["test"],
+            lambda problem: problem.prompt,
+            drop=options.bad_records == "drop",
+        )
         order = [stable_hash(options.seed, "train", i) for i in range(len(problems["train"]))]
         problems["train"] = [
             problems["train"][i] for i in sorted(range(len(order)), key=order.__getitem__)
         ]
         self._problems = problems
-        digests = [hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files.values()]
-        self.fingerprint = " ".join(digests)
+        self.fingerprint = file_digests(files.values())
 
     def size(self, split: str) -> int | None:
         check_split(split)
@@ -179,7 +185,7 @@ class MathTask:
                 f"{'; '.join(faults[:_NAMED_FAULTS])}. Mend them, or leave them out with "
                 'task.bad_records = "drop"'
             )
-        return problems
+        return _named_apart(problems, path.stem)
 
 
 def _extract(text: str, mode: Mode) -> str | None:
@@ -191,7 +197,7 @@ def _problem(record: Mapping[str, Any], name: str, mode: Mode) -> MathProblem:
     prompt and reward_model.ground_truth."""
     nested = record.get("reward_model")
     places = [record, nested] if isinstance(nested, Mapping) else [record]
-    golds = [place[key] for place in places for key in _GOLD_FIELDS if key in place]
+    golds = [place[key] for place in places for key in _GOLD_FIELDS if place.get(key) is not None]
     if not golds:
         raise DataError(f"no answer; one of {', '.join(_GOLD_FIELDS)} is needed")
     problem, prompt = record.get("problem"), record.get("prompt")
@@ -201,7 +207,20 @@ def _problem(record: Mapping[str, Any], name: str, mode: Mode) -> MathProblem:
         prompt = [{"role": "user", "content": prompt}]
     elif not (prompt and isinstance(prompt, list) and all(map(_is_message, prompt))):
         raise DataError("no problem as text, and no prompt as text or chat messages")
-    return MathProblem(str(record.get("id", name)), tuple(prompt), as_text(golds[0]).strip())
+    own = record.get("id")
+    return MathProblem(name if own is None else str(own), tuple(prompt), as_text(golds[0]).strip())
+
+
+def _named_apart(problems: list[MathProblem], stem: str) -> list[MathProblem]:
+    """Names that several problems of a file share, told apart by their places: a kept rollout is
+    found again by its problem's name."""
+    times = Counter(problem.name for problem in problems)
+    return [
+        problem
+        if times[problem.name] == 1
+        else replace(problem, name=f"{problem.name} ({stem}-{number})")
+        for number, problem in enumerate(problems, start=1)
+    ]
 
 
 def _is_message(value: object) -> bool:

@@ -27,10 +27,20 @@ from ..grading import GRADERS
 from ..options.corrections import require
 from ..options.run import require_seconds
 from ..options.tasks import REWARD_TIMEOUT_S, TOOL_TIMEOUT_S
-from ..records import Record, as_text, choose_rows, field, fill, names_in, read_records
+from ..records import (
+    Record,
+    as_text,
+    choose_rows,
+    field,
+    file_digests,
+    fill,
+    known_field,
+    names_in,
+    read_records,
+)
 from ..reward import Attempt, Reward
 from ..tools import CutSide, Toolbox, named_functions
-from . import check_split, stable_hash
+from . import check_split, stable_hash, without_tested
 from .conversation import Conversation, Ending, ToolRole
 
 _NAMED_FAULTS = 3
@@ -70,7 +80,8 @@ class DataOptions:
     """Reply that has outcome 1, for the self-check, filled like the prompt; "": what the grader
     wants to see, for one's own function none."""
     bad_records: Literal["refuse", "drop"] = "refuse"
-    """What becomes of records that lack a field or have an answer that cannot be graded."""
+    """What becomes of records that lack a field, have an answer that cannot be graded, or would be
+    both trained and tested on."""
     reward_timeout_s: float = REWARD_TIMEOUT_S
     """Time that one call of one's own reward function may take, seconds; less than
     rollout.step_timeout_s."""
@@ -136,6 +147,8 @@ class DataTask:
         self._toolbox = _toolbox(options)
         self._refuse_shown_answer()
         self._problems = self._read()
+        files = [Path(name) for name in (options.path, options.test) if name]
+        self.fingerprint = file_digests(files)
         self._refuse_absent_answers()
 
     def size(self, split: str) -> int | None:
@@ -191,6 +204,8 @@ class DataTask:
         train = self._problems_of(records, options.path)
         if options.test:
             test = self._problems_of(read_records(Path(options.test)), options.test)
+            drop = options.bad_records == "drop"
+            train = without_tested(train, test, lambda problem: problem.prompt, drop=drop)
         else:
             train, test = _hold_out(train, options.test_share, options.path)
         if options.shuffle:
@@ -219,7 +234,7 @@ class DataTask:
     def _problem(self, record: Record) -> Problem:
         prompt = self._prompt(record)
         if self._grader is not None:
-            answer = as_text(field(record, self.options.answer))
+            answer = as_text(known_field(record, self.options.answer))
             gold = fill(self.options.gold, record) or self._grader.reply(answer)
             if self._grader.grade(gold, answer) != 1.0:
                 raise GraderError(
@@ -228,7 +243,7 @@ class DataTask:
             return Problem(record, prompt, answer, gold)
         gold = fill(self.options.gold, record) or None
         try:
-            return Problem(record, prompt, as_text(field(record, self.options.answer)), gold)
+            return Problem(record, prompt, as_text(known_field(record, self.options.answer)), gold)
         except DataError:  # one's own function may look elsewhere
             return Problem(record, prompt, None, gold)
 
@@ -241,6 +256,8 @@ class DataTask:
             if _is_messages(value):
                 filled = value
                 _check_messages(value)
+        if isinstance(filled, str) and not filled.strip():
+            raise DataError("the prompt is empty")
         if options.style == "text":
             if not isinstance(filled, str):
                 raise DataError('the prompt is chat messages; say task.style = "chat"')
@@ -269,13 +286,15 @@ class DataTask:
             )
 
     def _refuse_shown_answer(self) -> None:
+        answer = self.options.answer
         for key in ("prompt", "system"):
-            if self.options.answer in names_in(getattr(self.options, key)):
-                raise ConfigError(
-                    f"task.{key} shows the model the answer, {{{self.options.answer}}}; write "
-                    f"{{{{{self.options.answer}}}}} for that text itself, or name another field "
-                    "as task.answer"
-                )
+            for name in names_in(getattr(self.options, key)):
+                # A field shows all that lies within it.
+                if f"{answer}.".startswith(f"{name}.") or f"{name}.".startswith(f"{answer}."):
+                    raise ConfigError(
+                        f"task.{key} shows the model the answer, {answer}, in {{{name}}}; write "
+                        f"{{{{{name}}}}} for that text itself, or name another field as task.answer"
+                    )
 
 
 def _grader(name: str) -> Any:

@@ -19,7 +19,6 @@ import asyncio
 import importlib.metadata
 import importlib.util
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -36,7 +35,7 @@ _FRAME = """\
 {question}
 
 Think step by step, then give the final answer alone between <answer> and </answer>."""
-_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+_OPEN, _CLOSE = "<answer>", "</answer>"
 _LONGEST = 10_000
 """Characters beyond which a text is no answer."""
 
@@ -176,6 +175,11 @@ class _Problem:
 
 
 def extract_answer(text: str) -> str | None:
-    """What stands between the last <answer> and </answer>; None: nothing does."""
-    found = _ANSWER.findall(text)
-    return found[-1].strip() if found else None
+    """What stands between the last <answer> that is closed and its </answer>; None: nothing."""
+    end = len(text)
+    while (start := text.rfind(_OPEN, 0, end)) >= 0:
+        close = text.find(_CLOSE, start, end)
+        if close >= 0:
+            return text[start + len(_OPEN) : close].strip()
+        end = start
+    return None

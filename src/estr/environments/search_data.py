@@ -72,7 +72,8 @@ def _found(folder: Path, kind: str) -> Path:
 
 
 def _query(record: Mapping[str, Any], evidence: Mapping[str, Any], path: Path) -> Query:
-    query_id = str(record.get("query_id") or "")
+    named = record.get("query_id")
+    query_id = "" if named is None else str(named)
     text, answer = record.get("query"), record.get("answer")
     if not (query_id and isinstance(text, str) and text and isinstance(answer, str)):
         raise DataError(f"{path}: a query has query_id, query and answer as text: {query_id!r}")
@@ -83,10 +84,10 @@ def _query(record: Mapping[str, Any], evidence: Mapping[str, Any], path: Path) -
     documents = _listed(record, "evidence_docs", (dict,), place) or _listed(
         record, "gold_docs", (dict,), place
     )
-    named = _listed(record, "gold_docids", (str, int), place) or [
+    docids = _listed(record, "gold_docids", (str, int), place) or [
         document.get("docid") for document in documents
     ]
-    return Query(query_id, text, golds, evidence.get(query_id, frozenset(map(str, named))))
+    return Query(query_id, text, golds, evidence.get(query_id, frozenset(map(str, docids))))
 
 
 def _listed(

@@ -17,6 +17,11 @@ def require_positive(name: str, value: float) -> None:
 _LONGEST_S = 1e9
 """Thirty years; clocks and locks of the libraries that wait overflow soon after."""
 
+_LEAST_TEMPERATURE = 1e-6
+
+MOST_ROLLOUTS = 10_000_000
+"""Of one evaluation, which keeps a record of each in memory."""
+
 _MOST_PROCESSES = 1024
 """Of one kind, and threads in one of them."""
 
@@ -25,6 +30,15 @@ def require_seconds(name: str, value: float) -> None:
     """Raise ValueError unless the value is a time that can be waited for."""
     require_positive(name, value)
     require(value <= _LONGEST_S, f"{name} must be at most {_LONGEST_S:g} seconds, not {value:g}")
+
+
+def _require_temperature(value: float) -> None:
+    require_positive("temperature", value)
+    require(
+        value >= _LEAST_TEMPERATURE,
+        f"temperature must be at least {_LEAST_TEMPERATURE:g}, not {value:g}: logits divided by "
+        "less leave float32",
+    )
 
 
 def _require_number_of(name: str, value: int) -> None:
@@ -51,7 +65,7 @@ class SamplingOptions:
     makes the model read again in a new segment counts again."""
 
     def __post_init__(self) -> None:
-        require_positive("temperature", self.temperature)
+        _require_temperature(self.temperature)
         _at_least("max_new_tokens", self.max_new_tokens, 1)
         _at_least("max_tokens", self.max_tokens, 2)
 
@@ -309,13 +323,17 @@ class EvalOptions:
     def __post_init__(self) -> None:
         require_seconds("timeout_s", self.timeout_s)
         _at_least("every", self.every, 0)
-        _at_least("problems", self.problems, 1)
-        _at_least("final_problems", self.final_problems, 1)
+        for name in ("problems", "final_problems"):
+            value = getattr(self, name)
+            _at_least(name, value, 1)
+            require(value <= MOST_ROLLOUTS, f"{name} must be at most {MOST_ROLLOUTS}, not {value}")
         _at_least("k", self.k, 1)
         require(
             self.temperature >= 0 and math.isfinite(self.temperature),
             f"temperature must be finite and at least 0, not {self.temperature}",
         )
+        if self.temperature:
+            _require_temperature(self.temperature)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ The tables of a mix may have two keys of their own beside those of their task: `
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,8 @@ from .suggest import nameless
 MIX = "mix"
 REWARD_TIMEOUT_S = 30.0
 TOOL_TIMEOUT_S = 10.0
+_LARGEST = 1e9
+"""Weight of a task: sums of weights stay finite, and no part rounds to nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +66,9 @@ def check_call_limits(task: Mapping[str, Any], step_timeout_s: float) -> None:
             limits["tool_timeout_s"] = table.get("tool_timeout_s", TOOL_TIMEOUT_S)
         for key, value in limits.items():
             if isinstance(value, int | float) and value >= step_timeout_s:
+                shown = str(value).removesuffix(".0")  # an integer may be beyond all floats
                 raise ConfigError(
-                    f"{entry.place}.{key} = {value:g} must be below rollout.step_timeout_s = "
+                    f"{entry.place}.{key} = {shown} must be below rollout.step_timeout_s = "
                     f"{step_timeout_s:g}, the limit of the whole answer; raise "
                     f"rollout.step_timeout_s or lower {entry.place}.{key}"
                 )
@@ -90,8 +92,11 @@ def _entry(table: Any, place: str) -> TaskEntry:
         raise ConfigError(nameless(place, options))
     weight, label = options.pop("weight", 1.0), options.pop("label", name)
     number = isinstance(weight, int | float) and not isinstance(weight, bool)
-    if not number or not (weight > 0 and math.isfinite(weight)):
-        raise ConfigError(f"{place}.weight must be finite and above 0, not {weight!r}")
+    if not number or not 1 / _LARGEST <= weight <= _LARGEST:
+        raise ConfigError(
+            f"{place}.weight must be finite and above 0, from {1 / _LARGEST:g} to {_LARGEST:g}, "
+            f"not {weight!r:.40}"
+        )
     if not isinstance(label, str) or not label or set(label) & set("/\n"):
         raise ConfigError(f"{place}.label must be a text without '/', not {label!r}")
     return TaskEntry(label, float(weight), options, place)
