@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +242,15 @@ async def _hung_up(calls: list[str]) -> None:
 HUNG_UP = ["called", "SIGHUP", "SIGHUP", "called", "SIGTERM"]
 
 
+@pytest.fixture
+def hangup() -> Iterator[None]:
+    """As a terminal starts programs, also where these tests run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangup")
 def test_a_second_hangup_says_nothing_new() -> None:
     calls: list[str] = []
     blocking.run(lambda: _hung_up(calls))
@@ -248,6 +258,7 @@ def test_a_second_hangup_says_nothing_new() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
+@pytest.mark.usefixtures("hangup")
 async def test_a_second_hangup_says_nothing_new_under_a_running_loop() -> None:
     calls: list[str] = []
     blocking.run(lambda: _hung_up(calls))

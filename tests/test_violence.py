@@ -258,8 +258,9 @@ def test_one_interrupt_saves_and_ends_with_130(tmp_path: Path) -> None:
 
 
 ON_A_TERMINAL = """
-import fcntl, termios
+import fcntl, signal, termios
 from estr.cli import main
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests themselves may run under nohup
 fcntl.ioctl(0, termios.TIOCSCTTY, 0)  # so that the kernel tells this process when it hangs up
 main()
 """
