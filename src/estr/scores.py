@@ -30,6 +30,8 @@ ONE_POINT = 0.01
 _NUM_RESAMPLES = 2000
 _NUM_FLIPS = 10_000
 _MAX_EXACT = 14
+_MOST_SIGNS = 1 << 22
+"""Drawn at a time, so that memory does not grow with the number of problems."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -152,8 +154,13 @@ def _sign_flip(differences: Float64Array, seed: int) -> float:
         signs = np.array(list(itertools.product((1.0, -1.0), repeat=len(moved))))
         return float((abs(signs @ moved) >= observed).mean())
     rng = np.random.default_rng(seed)
-    signs = rng.choice(np.array([1.0, -1.0], dtype=np.float32), size=(_NUM_FLIPS, len(moved)))
-    return float(((abs(signs @ moved) >= observed).sum() + 1) / (_NUM_FLIPS + 1))
+    as_far, left = 0, _NUM_FLIPS
+    while left:
+        rows = min(left, max(1, _MOST_SIGNS // len(moved)))
+        signs = rng.choice(np.array([1.0, -1.0], dtype=np.float32), size=(rows, len(moved)))
+        as_far += int((abs(signs @ moved) >= observed).sum())
+        left -= rows
+    return (as_far + 1) / (_NUM_FLIPS + 1)
 
 
 def _problems_for(difference: float, differences: Float64Array) -> int | None:
