@@ -109,7 +109,7 @@ def _builtin(value: Any) -> Any:
         return str(value)
     if isinstance(value, Sequence):
         return list(value)
-    raise NotImplementedError(f"{type(value).__name__} is no JSON data")
+    raise TypeError(f"{type(value).__name__} is no JSON data")
 
 
 class Environment(Protocol):

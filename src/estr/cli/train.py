@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import sys
 from pathlib import Path
@@ -87,7 +88,9 @@ def train(
             replay=recorded,
         )
     run = folder or runs / summary.name
-    click.echo(f"{'report':<18} {printable(report_of(run, summary.trained_tokens))}")
+    report = printable(report_of(run, summary.trained_tokens))
+    with contextlib.suppress(OSError):  # a terminal that hung up takes nothing from a run
+        click.echo(f"{'report':<18} {report}")
 
 
 def report_of(run: Path, trained_tokens: int) -> str:
