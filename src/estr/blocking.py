@@ -48,12 +48,13 @@ def run(work: Callable[[], Coroutine[Any, Any, T]]) -> T:
         _handlers.set(handlers)
         return await work()
 
-    def on_signal(number: int, frame: object) -> None:
+    def interrupt() -> None:
         nonlocal interrupted
-        hurried, interrupted = interrupted, True
-        if handlers and not (hurried and _is_hangup(number)):
+        interrupted = True
+        if handlers:
             handlers[-1]()
 
+    on_signal = _but_late_hangups(interrupt)
     with ThreadPoolExecutor(1, thread_name_prefix="estr") as thread, _calling(on_signal):
         try:
             return thread.submit(lambda: asyncio.run(supervised())).result()
@@ -76,14 +77,7 @@ def interrupts_go_to(handler: Handler) -> Iterator[None]:
         finally:
             elsewhere.pop()
         return
-    came = False
-
-    def on_signal(number: int) -> None:
-        nonlocal came
-        hurried, came = came, True
-        if not (hurried and _is_hangup(number)):
-            handler()
-
+    on_signal = _but_late_hangups(handler)
     before: dict[signal.Signals, Any] = {}
     for number in _caught():
         with contextlib.suppress(NotImplementedError, RuntimeError, ValueError):
@@ -100,6 +94,19 @@ def interrupts_go_to(handler: Handler) -> Iterator[None]:
 
 def _caught() -> list[signal.Signals]:
     return [n for n in SIGNALS if not _is_hangup(n) or signal.getsignal(n) is signal.SIG_DFL]
+
+
+def _but_late_hangups(handler: Handler) -> Callable[..., None]:
+    """What a signal calls, with its number first: `handler`, unless it is a hangup after others."""
+    came = False
+
+    def on_signal(number: int, *_: object) -> None:
+        nonlocal came
+        late, came = came and _is_hangup(number), True
+        if not late:
+            handler()
+
+    return on_signal
 
 
 def _is_hangup(number: int) -> bool:

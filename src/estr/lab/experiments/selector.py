@@ -7,7 +7,7 @@ rules' tuning runs   --held-out accuracy at the end-`--> do both put the setting
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -19,7 +19,7 @@ from ..lab import Claim, Lab, Report
 from ..rules import BASELINES, NUM_TUNE_SEEDS, RATES, TUNE_REGIMES, entrants
 from ..statistics import answer, with_interval
 from ..sweep import Job
-from ..table import last_values
+from ..table import Row, last_values
 from .fidelity import ESTR, Fidelity, jobs, measured, named, pooled, regime_label
 from .rules import jobs_of
 
@@ -98,7 +98,7 @@ def training_jobs(lab: Lab) -> list[Job]:
     ]
 
 
-def accuracies(rows: list[dict[str, object]]) -> dict[str, dict[str, float]]:
+def accuracies(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
     """regime, as `fidelity` calls it -> setting, as it calls it -> mean over seeds."""
     names = {
         (name, setting.option): named(name, setting)
