@@ -11,7 +11,7 @@ import torch
 from estr.corrections import TokenColumns, build_correction
 from estr.errors import ConfigError
 from estr.lab.experiments import rules as experiment
-from estr.lab.experiments.rules import decide, plan_of, qualifies
+from estr.lab.experiments.rules import decide, plan_of, qualifies, tuning_lines
 from estr.lab.lab import Lab
 from estr.lab.methods import JUDGE_SEEDS
 from estr.lab.noise_floor import engine_noise, raise_tau, region_scores, train_above_noise
@@ -109,12 +109,20 @@ def test_every_twin_is_played_under_every_weight(twin):
 
 def test_one_setting_of_a_rule_serves_all_cells():
     found = {
-        ("token_turn", "tau 1"): [0.9, 0.1],
-        ("token_turn", "tau 0.25"): [0.6, 0.6],
-        ("token_turn", "tau 4"): [0.6, 0.6],
-        ("estr", BASELINES["estr"].settings[0].option): [0.4],
+        ("token_turn", "tau 1"): {"calculator M": [0.9], "countdown M": [0.1]},
+        ("token_turn", "tau 0.25"): {"calculator M": [0.5, 0.7]},
+        ("token_turn", "tau 4"): {"calculator M": [0.6, 0.6]},
+        ("estr", BASELINES["estr"].settings[0].option): {"countdown M": [0.4]},
     }
     plan = plan_of(found)
+    first, *_, last = tuning_lines(found)
+    assert (first["setting"], first["mean accuracy"], first["least"]) == (
+        "tau 0.25",
+        "0.600",
+        "0.500",
+    )
+    assert (first["calculator M"], first["countdown M"]) == ("0.600", "")
+    assert (last["rule"], last["calculator M"], last["countdown M"]) == ("estr", "", "0.400")
     assert (plan.finalists, plan.baselines) == (("token_turn",), ("estr",))
     assert plan.settings["token_turn"].option == "tau 0.25"
 

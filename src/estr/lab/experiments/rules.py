@@ -40,8 +40,8 @@ QUICK = (("outward_token", "token_sequence"), ("estr", "dppo"), ("M",), "calcula
 """With --quick: finalists, baselines, regimes and twin, all at their first setting."""
 
 Accuracy = Mapping[Cell, Mapping[int, float]]
-Scores = dict[tuple[str, str], list[float]]
-"""(name, option) -> accuracy at the end of every tuning run."""
+Scores = dict[tuple[str, str], dict[str, list[float]]]
+"""(name, option) -> twin and regime -> accuracy at the end of each tuning run there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,9 +145,14 @@ def jobs_of(
 def scores(rows: Iterable[Row]) -> Scores:
     found: Scores = {}
     keys = ("method", "option", "twin", "regime", "seed")
-    for (name, option, *_), value in last_values(rows, "accuracy", *keys).items():
-        found.setdefault((name, option), []).append(value)
+    for (name, option, twin, regime, _), value in last_values(rows, "accuracy", *keys).items():
+        there = found.setdefault((name, option), {})
+        there.setdefault(f"{twin} {regime}", []).append(value)
     return found
+
+
+def _runs(by_cell: Mapping[str, Sequence[float]]) -> list[float]:
+    return [value for values in by_cell.values() for value in values]
 
 
 def plan_of(found: Scores) -> Plan:
@@ -156,7 +161,7 @@ def plan_of(found: Scores) -> Plan:
     best: dict[str, tuple[float, Setting]] = {}
     for name, rule in entrants().items():
         for setting in rule.settings:
-            values = found.get((name, setting.option))
+            values = _runs(found.get((name, setting.option), {}))
             if values and (name not in best or fmean(values) > best[name][0]):
                 best[name] = (fmean(values), setting)
     ranked = sorted((n for n in best if n in RULES), key=lambda n: -best[n][0])
@@ -246,17 +251,19 @@ def claims(decisions: Mapping[Cell, Against], whole: bool = True) -> list[Claim]
 
 
 def tuning_lines(found: Scores) -> list[dict[str, str]]:
-    """Best first."""
+    """Best first; the mean in every cell behind that over all runs."""
+    cells = list(dict.fromkeys(cell for by_cell in found.values() for cell in by_cell))
     return [
         {
             "rule": name,
             "setting": option,
             "baseline": "yes" if name in BASELINES else "",
-            "runs": str(len(values)),
-            "mean accuracy": f"{fmean(values):.3f}",
-            "least": f"{min(values):.3f}",
+            "runs": str(len(_runs(by_cell))),
+            "mean accuracy": f"{fmean(_runs(by_cell)):.3f}",
+            "least": f"{min(_runs(by_cell)):.3f}",
+            **{cell: f"{fmean(by_cell[cell]):.3f}" if cell in by_cell else "" for cell in cells},
         }
-        for (name, option), values in sorted(found.items(), key=lambda i: -fmean(i[1]))
+        for (name, option), by_cell in sorted(found.items(), key=lambda i: -fmean(_runs(i[1])))
     ]
 
 
