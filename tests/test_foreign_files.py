@@ -10,14 +10,17 @@ from typing import Any
 
 import pytest
 
+from estr.checkpoint import verify
 from estr.config import load_recipe
-from estr.errors import DataError
+from estr.errors import CheckpointError, DataError
 from estr.ledger.schema import logged_entries
 from estr.metrics import read_metrics
+from estr.models import ignored_sampling_settings
 from estr.report import Budget, build_report, render
 from estr.run_folder import RunFolder
 from estr.runs import first_difference, verify_run
 from estr.schedule import LOOP_FILE, last_recipe, read_lineage
+from estr.subject import stamped_version
 from report_cases import make_run
 
 BUDGET = Budget(trajectories=20, tokens=1000)
@@ -89,6 +92,14 @@ def test_brackets_without_end_are_named_by_every_reader(tmp_path: Path) -> None:
         RunFolder(tmp_path).replays()
     with pytest.raises(DataError, match="is not a list of corrections"):
         logged_entries(DEEP)
+    for name in ("manifest.json", "config.json", "generation_config.json"):
+        (tmp_path / name).write_text(DEEP)
+    with pytest.raises(CheckpointError, match="is torn"):
+        verify(tmp_path)
+    with pytest.raises(DataError, match="is not the config of a model"):
+        stamped_version(tmp_path)
+    with pytest.raises(DataError, match=r"generation_config\.json is not JSON"):
+        ignored_sampling_settings(tmp_path)
 
 
 @pytest.mark.parametrize(

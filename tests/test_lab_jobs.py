@@ -124,14 +124,15 @@ def test_what_is_torn_or_foreign_is_made_anew_and_told_before_all_else(tmp_path)
         "",
         '{"rows": [',
         "null",
+        "[" * 100_000,
         '{"rows": []}',
         b"\xff\xfe\x00",
         *(
             json.dumps({**its, "config": dict(job(n).config), "rows": rows})
-            for n, rows in ((5, []), (6, None), (7, [1]), (8, [{}]), (9, {"a": 1}))
+            for n, rows in ((6, []), (7, None), (8, [1]), (9, [{}]), (10, {"a": 1}))
         ),
         json.dumps({**its, "config": {"number": 99, "log": "log"}, "rows": [row]}),
-        json.dumps({**its, "function": "x:y", "config": dict(job(11).config), "rows": [row]}),
+        json.dumps({**its, "function": "x:y", "config": dict(job(12).config), "rows": [row]}),
     ]
     for n, text in enumerate(texts):
         path = tmp_path / "cache" / f"{job(n).digest}.json"
@@ -139,11 +140,11 @@ def test_what_is_torn_or_foreign_is_made_anew_and_told_before_all_else(tmp_path)
     told = Told()
     jobs = [job(n) for n in range(len(texts))]
     rows = Sweep(tmp_path, processes=1, progress=told).run(jobs)
-    assert [r["value"] for r in rows] == [n / 10 for n in range(12)]
-    lines = told.said[:12]
+    assert [r["value"] for r in rows] == [n / 10 for n in range(13)]
+    lines = told.said[:13]
     assert all("torn or foreign" in line and "made anew" in line for line in lines)
-    assert [job(n).digest in line for n, line in enumerate(lines)] == [True] * 12
-    assert told.said[12] == ("begin", 12, 0)
+    assert [job(n).digest in line for n, line in enumerate(lines)] == [True] * 13
+    assert told.said[13] == ("begin", 13, 0)
     assert Sweep(tmp_path, processes=1).run(jobs) == rows
 
 

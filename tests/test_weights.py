@@ -198,7 +198,9 @@ def test_another_version_moved_here_with_its_label_is_refused(files):
         files.fetch(2)
 
 
-@pytest.mark.parametrize("label", ["", "{", "[]", "null", '{"version": 2}', "\udcff"])
+@pytest.mark.parametrize(
+    "label", ["", "{", "[]", "null", '{"version": 2}', "\udcff", "[" * 100_000]
+)
 def test_a_torn_or_foreign_label_is_refused(files, label):
     paths(files, 2)[1].write_bytes(label.encode(errors="surrogateescape"))
     with pytest.raises(WeightsError, match="version 2"):

@@ -161,7 +161,7 @@ def verify(folder: Path) -> dict[str, Any]:
                 f"checkpoint {folder} has format {state.get('format')}, this estr reads {FORMAT}; "
                 "go on with the version of estr that wrote it"
             )
-    except (OSError, ValueError, AttributeError, TypeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, RecursionError) as error:
         raise CheckpointError(f"checkpoint {folder} is torn: {error}") from error
     return state
 
@@ -210,7 +210,7 @@ def restore_trainer(trainer: Trainer, folder: Path) -> None:
         moments = load_file(folder / "optimizer.safetensors")
         counters = json.loads((folder / "trainer.json").read_text())
         step, version = int(counters["step"]), int(counters["version"])
-    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError, SafetensorError) as error:
         raise CheckpointError(f"checkpoint {folder} cannot be read: {error!r}") from error
     _require_own(folder, weights, {n: t.shape for n, t in trainer.master_state().items()})
     started_from = counters.get("initial_digest")

@@ -187,7 +187,7 @@ def ignored_sampling_settings(folder: str | Path) -> dict[str, Any]:
         return {}
     try:
         settings = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     return {
         name: settings[name]

@@ -163,7 +163,7 @@ def _final_version(run: RunFolder) -> int | None:
         return None
     try:
         return int(json.loads(path.read_text(encoding="utf-8"))["version"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is not the summary of a run: {error}") from error
 
 
@@ -279,7 +279,7 @@ def stamped_version(folder: Path) -> int | None:
     path = folder / "config.json"
     try:
         version = json.loads(path.read_text(encoding="utf-8")).get(_VERSION_KEY)
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} is not the config of a model: {error}") from error
     return version if isinstance(version, int) else None
 

@@ -129,7 +129,7 @@ class FileWeightStore:
         try:
             label = json.loads(manifest.read_text())
             data = file.read_bytes()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise WeightsError(
                 f"version {version} is not readable in {self.folder}, "
                 f"which holds {self.versions()}: {error}"

@@ -202,6 +202,6 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 def _content(data: bytes) -> str:
     try:
         content = json.loads(data)["choices"][0]["message"]["content"]
-    except (ValueError, LookupError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise _Again(f"not a chat completion: {data[:200]!r}") from error
     return content if isinstance(content, str) else ""

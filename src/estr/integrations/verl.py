@@ -177,7 +177,7 @@ def _options() -> dict[str, Any]:
     text = os.environ.get(OPTIONS, "{}")
     try:
         options = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{OPTIONS} is not JSON ({error}): {text}") from None
     if not isinstance(options, dict) or options.keys() - {"correction", "entropy"}:
         raise ConfigError(f"{OPTIONS} knows the keys correction and entropy only: {text}")

@@ -44,7 +44,7 @@ class Cache:
             return checked(kept["rows"])
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(f"{path} is torn or foreign ({error})") from error
 
     def keep(self, job: Job, rows: list[Row], seconds: float) -> None:

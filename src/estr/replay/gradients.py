@@ -144,7 +144,7 @@ def weights_there(run: RunFolder) -> tuple[dict[int, Path | None], tuple[str, ..
             version = int(json.loads((folder / "trainer.json").read_text("utf-8"))["version"])
         except CheckpointError as error:
             passed_over.append(str(error))
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             passed_over.append(f"{folder / 'trainer.json'} holds no version: {error!r}")
         else:
             there.setdefault(version, folder)
