@@ -21,6 +21,7 @@ from estr.lab import job as job_module
 from estr.lab.job import Job
 from estr.lab.progress import SweepProgress
 from estr.lab.sweep import Sweep
+from estr.lab.table import rows_by_job, write_table
 
 TESTS = Path(__file__).parent
 
@@ -78,6 +79,37 @@ def test_a_job_is_run_once_and_kept(tmp_path):
     assert made(tmp_path) == ["0", "1", "2", "3"]
     assert told.said == [("begin", 4, 3), ("done", 3)]
     assert {p.suffix for p in (tmp_path / "cache").iterdir()} == {".json"}
+
+
+def test_what_another_machine_made_is_taken_over(tmp_path):
+    there, here = tmp_path / "there", tmp_path / "here"
+    rows = Sweep(there, processes=1).run([job(0), job(1)])
+    write_table(rows, there / "table.parquet")
+    tables = rows_by_job([there / "table.parquet"])
+    told = Told()
+    sweep = Sweep(here, processes=1, progress=told, elsewhere=tables)
+    assert sweep.run([job(0), job(1)]) == rows
+    assert [row["value"] for row in sweep.run([job(1), job(2)])] == [0.1, 0.2]
+    assert made(tmp_path) == ["0", "1", "2"]
+    assert told.said == [("begin", 2, 2), ("begin", 2, 1), ("done", 2)]
+    assert Sweep(here, processes=1).run([job(0), job(1)]) == rows
+    Sweep(tmp_path, processes=1, progress=told, elsewhere=tables).run([job(7)])
+    assert "none of these 1 runs is in the tables of --from" in told.said[3]
+
+
+def test_what_is_no_table_is_named(tmp_path):
+    path = tmp_path / "table.parquet"
+    for harm in (
+        lambda: path.write_bytes(b""),
+        lambda: path.write_bytes(b"PAR1" * 9),
+        lambda: write_table([{"measure": "accuracy", "step": 1, "value": 1.0}], path),
+    ):
+        harm()
+        with pytest.raises(ConfigError, match=r"table\.parquet is no table of `estr lab`"):
+            rows_by_job([path])
+    write_table([{"measure": "a", "step": 1, "value": "x", "job": job(0).digest}], path)
+    with pytest.raises(ConfigError, match="no rows of a run: a value must be a number"):
+        Sweep(tmp_path, processes=1, elsewhere=rows_by_job([path])).run([job(0)])
 
 
 def test_a_killed_sweep_goes_on_where_it_was(tmp_path):

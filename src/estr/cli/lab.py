@@ -39,6 +39,15 @@ if TYPE_CHECKING:
     show_default=True,
     help="Folder of results and of finished runs; the same command goes on from them.",
 )
+@click.option(
+    "--from",
+    "tables",
+    multiple=True,
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    metavar="TABLE",
+    help="A table.parquet of the same experiment, made elsewhere: its runs are not made again if "
+    "they are of the same code; may be repeated.",
+)
 @click.option("--jobs", type=click.IntRange(min=1), default=2, show_default=True, help="Processes.")
 @click.option(
     "--recipe",
@@ -60,6 +69,7 @@ def lab(
     seeds: int | None,
     only: tuple[str, ...],
     out: Path,
+    tables: tuple[Path, ...],
     jobs: int,
     recipe: str | None,
     overrides: tuple[str, ...],
@@ -82,6 +92,7 @@ def lab(
     from ..lab.own import NUM_SEEDS
     from ..lab.progress import SweepProgress
     from ..lab.sweep import Sweep
+    from ..lab.table import rows_by_job
 
     run = find_experiment(name).run
     if recipe is not None:
@@ -95,7 +106,7 @@ def lab(
     _make(folder)
     with SweepProgress(sys.stderr) as progress:
         bench = Lab(
-            Sweep(out, processes=jobs, progress=progress),
+            Sweep(out, processes=jobs, progress=progress, elsewhere=rows_by_job(tables)),
             quick=quick,
             num_seeds=seeds,
             only=_only(only),

@@ -53,6 +53,7 @@ class Cache:
         path = self.path(job)
         aside = path.with_name(f".{path.name}.{os.getpid()}")
         try:
+            self.folder.mkdir(parents=True, exist_ok=True)
             try:
                 aside.write_text(json.dumps(kept), encoding="utf-8")
                 aside.replace(path)

@@ -13,7 +13,7 @@ import asyncio
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,13 +50,22 @@ class Progress(Protocol):
 
 
 class Sweep:
-    """Runs jobs under a folder. `processes`: how many at once, one thread each."""
+    """Runs jobs under a folder. `processes`: how many at once, one thread each. elsewhere: rows of
+    jobs that another machine has made, by digest; those that are asked for are kept here."""
 
-    def __init__(self, folder: Path, *, processes: int, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        processes: int,
+        progress: Progress | None = None,
+        elsewhere: Mapping[str, list[Row]] | None = None,
+    ) -> None:
         if processes < 1:
             raise ConfigError(f"--jobs must be at least 1, not {processes}")
         self._cache = Cache(folder / "cache")
         self._processes = processes
+        self._elsewhere = elsewhere or {}
         self._progress = progress or _Silent()
         cores = os.cpu_count() or 1
         if processes > cores:
@@ -80,11 +89,16 @@ class Sweep:
         for digest, job in zip(digests, jobs, strict=True):
             if digest in state.rows or digest in state.todo:
                 continue
-            rows = self._kept(job)
+            rows = self._kept(job) or self._taken(digest, job)
             if rows is None:
                 state.todo[digest] = job
             else:
                 state.rows[digest] = rows
+        if self._elsewhere and state.todo and not self._elsewhere.keys() & set(digests):
+            self._progress.tell(
+                f"none of these {len(set(digests))} runs is in the tables of --from: they are of "
+                "other code, of another torch, or of another experiment"
+            )
         self._progress.begin(len(set(digests)), len(state.rows))
         if state.todo:
             self._run_all(state)
@@ -100,6 +114,20 @@ class Sweep:
         except DataError as error:
             self._progress.tell(f"{error}; this run is made anew")
             return None
+
+    def _taken(self, digest: str, job: Job) -> list[Row] | None:
+        """The rows of a job that was made elsewhere, kept as if it had been made here. Raises
+        ConfigError where they are no rows."""
+        if digest not in self._elsewhere:
+            return None
+        try:
+            rows = checked(self._elsewhere[digest])
+        except ValueError as error:
+            raise ConfigError(
+                f"a table that --from names holds no rows of a run: {error}"
+            ) from error
+        self._cache.keep(job, rows, 0.0)
+        return rows
 
     def _run_all(self, state: _State) -> None:
         require_unchanged({job.module for job in state.todo.values()})

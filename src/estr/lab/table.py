@@ -13,6 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ..errors import ConfigError
+
 Row = dict[str, Any]
 
 
@@ -38,6 +40,23 @@ def read_table(path: Path) -> list[Row]:
 
     rows: list[Row] = parquet.read_table(path).to_pylist()
     return [{k: v for k, v in row.items() if v is not None or k == "value"} for row in rows]
+
+
+def rows_by_job(paths: Iterable[Path]) -> dict[str, list[Row]]:
+    """The rows of tables that were made elsewhere, by the digest of their job; of tables that share
+    a job those of the first. Raises ConfigError naming a file that is no such table."""
+    found: dict[str, list[Row]] = {}
+    for path in paths:
+        there: dict[str, list[Row]] = {}
+        try:
+            for row in read_table(path):
+                there.setdefault(row.pop("job"), []).append(row)
+        except (OSError, ValueError, KeyError, TypeError) as error:  # what pyarrow raises, too
+            raise ConfigError(
+                f"{path} is no table of `estr lab` ({error!r:.200}); name a table.parquet"
+            ) from error
+        found = {**there, **found}
+    return found
 
 
 def select(rows: Iterable[Row], **labels: Any) -> list[Row]:
