@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from estr.conformance import LossInputs, Report, check_policy_loss, correction_loss
+from estr.errors import ConfigError
 
 
 def ratio_of(x: LossInputs) -> Tensor:
@@ -179,6 +180,20 @@ OURS: list[dict[str, Any]] = [
 def test_our_corrections_conform(entry: dict[str, Any]) -> None:
     report = check_policy_loss(correction_loss([entry]))
     assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("level", ["sequence", "turn", "geometric"])
+def test_weights_of_every_level_are_given_what_they_read(level: str) -> None:
+    report = check_policy_loss(correction_loss([{"name": "tis", "level": level}]))
+    assert not [f for f in report.findings if "raised" in f.detail], str(report)
+
+
+@pytest.mark.parametrize(
+    "entry", [{"name": "estr", "scale": "gini"}, {"name": "dppo", "scale": "gini"}]
+)
+def test_a_correction_that_reads_gini_is_refused_at_once(entry: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="is not given behavior_gini"):
+        correction_loss([entry])
 
 
 def test_m2po_on_its_own_takes_a_micro_batch_for_the_step() -> None:

@@ -28,6 +28,7 @@ from estr.guard.records import (
     check_advantages,
     check_alignment,
     check_labels,
+    largest_variance,
 )
 from estr.guard.rescore import Rescorer, Scores, Tolerance, logit_noise, unit_of
 from estr.logprobs import token_statistics
@@ -392,28 +393,43 @@ def surprised(surprisal: float, entropy: float, n: int) -> list[Trajectory]:
 
 
 def test_surprise_by_hand() -> None:
-    # At H = 0.5 the bound on the variance is 1.5, so 1,000 tokens have a standard error of 38.7.
-    assert Surprise().check(surprised(0.52, 0.5, 1000)) == []
-    (cold,) = Surprise().check(surprised(0.1, 0.5, 1000))
+    # At H = 0.5 among 20 the bound on the variance is 1 + log(20)^2 / 4 = 3.244, so 1,000 tokens
+    # have a standard error of 57.
+    assert Surprise(20).check(surprised(0.52, 0.5, 1000)) == []
+    (cold,) = Surprise(20).check(surprised(0.1, 0.5, 1000))
     assert (cold.kind, cold.message.rpartition(", ")[2]) == (
         "drawn_colder",
-        "10 standard errors apart",
+        "7 standard errors apart",
     )
-    (hot,) = Surprise().check(surprised(0.9, 0.5, 1000))
+    (hot,) = Surprise(20).check(surprised(0.9, 0.5, 1000))
     assert hot.kind == "drawn_hotter"
 
 
 def test_surprise_adds_up_over_three_batches() -> None:
-    surprise = Surprise()
-    assert surprise.check(surprised(0.1, 0.5, 150)) == []  # 4 standard errors
-    assert surprise.check(surprised(0.1, 0.5, 150)) == []
-    assert [f.kind for f in surprise.check(surprised(0.1, 0.5, 150))] == ["drawn_colder"]
+    surprise = Surprise(20)
+    assert surprise.check(surprised(0.1, 0.5, 280)) == []  # 3.7 standard errors
+    assert surprise.check(surprised(0.1, 0.5, 280)) == []
+    assert [f.kind for f in surprise.check(surprised(0.1, 0.5, 280))] == ["drawn_colder"]
 
 
 def test_rare_events_that_did_not_happen_are_no_finding() -> None:
     # One token in a thousand is another: nothing but the likely one among 2,000 is no wonder.
     rare = -0.999 * math.log(0.999) - 0.001 * math.log(0.001)
-    assert Surprise().check(surprised(-math.log(0.999), rare, 2000)) == []
+    assert Surprise(20).check(surprised(-math.log(0.999), rare, 2000)) == []
+
+
+@pytest.mark.parametrize("vocab_size", [2, 5, 37, 50_000, 200_000])
+def test_no_distribution_varies_more_than_the_bound(vocab_size: int) -> None:
+    """Over all of two distinct probabilities, q of the mass spread over n tokens and the rest over
+    k: none of the same entropy varies more."""
+    q = np.concatenate([np.logspace(-9, -1, 300), np.linspace(0.1, 0.999, 200)])
+    counts = {1, 2, 3, 7, vocab_size // 4, vocab_size // 2, vocab_size - 1}
+    for k in counts - {0, vocab_size}:
+        for n in {c for c in counts | {vocab_size - k} if 1 <= c <= vocab_size - k}:
+            many, rest = np.log(q / n), np.log((1 - q) / k)
+            entropies = -q * many - (1 - q) * rest
+            variances = q * (1 - q) * (many - rest) ** 2
+            assert (variances <= largest_variance(entropies, vocab_size) + 1e-12).all()
 
 
 def test_a_group_is_trained_once() -> None:

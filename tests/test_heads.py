@@ -5,8 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from transformers import PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from estr.guard.rescore import Rescorer
 from estr.heads import split_head
+from estr.models import enable_gradient_checkpointing
 from tiny_models import VOCAB_SIZE, tiny_model
 
 PLAIN = ["llama", "llama-grouped", "llama-tied", "qwen2", "gpt-neox", "gpt2", "phi"]
@@ -33,6 +38,31 @@ def test_logits_of_all_places_and_of_the_last_are_the_models_own(family: str) ->
     head, whole = split_head(model), model(input_ids=ids).logits
     torch.testing.assert_close(head.logits(ids), whole, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(head.logits(ids, last=True), whole[:, -1:], rtol=1e-5, atol=1e-5)
+
+
+def refuses_float32(module, query, key, value, attention_mask, **more):  # type: ignore[no-untyped-def]
+    """Stands for flash-attn's kernel, which is not installed here."""
+    if query.dtype == torch.float32:
+        raise RuntimeError("FlashAttention only support fp16 and bf16 data type")
+    return sdpa_attention_forward(module, query, key, value, attention_mask, **more)
+
+
+def test_a_model_with_a_flash_kernel_is_probed_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = "flash_attention_2"
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, own, refuses_float32)
+    # Whether the package is there is what transformers asks here.
+    check = "_check_and_adjust_attn_implementation"
+    monkeypatch.setattr(PreTrainedModel, check, lambda _, name, **more: name)
+    model = tiny_model("llama")
+    model.set_attn_implementation(own)
+    with pytest.raises(RuntimeError, match="only support"):
+        model(input_ids=some_ids())
+    assert split_head(model).weight is not None
+    enable_gradient_checkpointing(model)
+    assert model.config._attn_implementation == own
+    structure = Rescorer(model).structure
+    assert structure.config._attn_implementation == "sdpa"
+    assert model.config._attn_implementation == own
 
 
 def test_a_bias_of_the_output_layer_is_part_of_the_split() -> None:

@@ -161,6 +161,25 @@ def test_nan_in_a_recorded_logprob_stops_before_the_weights_are_touched() -> Non
     assert all(torch.equal(before[n], t) for n, t in own.master_state().items())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_that_was_refused_leaves_no_gradient_behind(dtype: str) -> None:
+    """The micro-batches before the faulty one have been through backward."""
+    table = {"trainer": {"token_budget": 40, "dtype": dtype, "param_dtype": dtype}}
+    own, fresh = trainer(**table), trainer(**table)
+    groups = draw_groups(own.model, num_groups=3)
+    last = groups[-1].trajectories[-1]
+    entropies = last.segments[0].behavior_entropies.copy()
+    entropies[last.segments[0].sampled] = np.nan
+    spoiled = replace(last, segments=(replace(last.segments[0], behavior_entropies=entropies),))
+    members = (*groups[-1].trajectories[:-1], spoiled)
+    with pytest.raises(NumericsError, match="behavior_entropies"):
+        own.train([[*groups[:-1], replace(groups[-1], trajectories=members)]])
+    assert all(p.grad is None for p in own.model.parameters())
+    assert all(p.grad is None for p in own.parameters.values())
+    (after,), (clean,) = own.train([groups]), fresh.train([groups])
+    assert after.metrics.to_row()["grad_norm"] == clean.metrics.to_row()["grad_norm"]
+
+
 def test_nan_in_the_weights_is_named() -> None:
     own = trainer()
     groups = draw_groups(own.model)

@@ -324,6 +324,25 @@ def test_the_soft_mask_decays_from_the_border_and_drops_nothing() -> None:
     assert everywhere.weight.tolist() == [1.0] * 4
 
 
+def test_a_cap_at_the_clip_keeps_the_whole_restoring_gradient() -> None:
+    """restore_cap = 1 + clip_high: free and clipped value differ by rounding alone."""
+    log_ratio = torch.linspace(0.2, 0.9, 29).requires_grad_()
+    surrogate = ClippedSurrogate("E", 0.2, 0.2, restore_cap=1.2)
+    values, bounded = surrogate(log_ratio.exp(), torch.full((29,), -1.0))
+    values.sum().backward()
+    assert not bounded.any()
+    torch.testing.assert_close(log_ratio.grad, torch.full((29,), -1.2))
+
+
+@given(st.floats(0.01, 9.0), st.sampled_from([-1.5, 0.0, 0.7]))
+def test_the_clip_is_the_minimum_of_the_paper(ratio: float, advantage: float) -> None:
+    ratios, advantages = torch.tensor([ratio]), torch.tensor([advantage])
+    values, bounded = ClippedSurrogate("E", 0.2, 0.28)(ratios, advantages)
+    free, clipped = ratios * advantages, ratios.clamp(0.8, 1.28) * advantages
+    assert torch.equal(values, torch.minimum(free, clipped))
+    assert bool(bounded) == bool(clipped < free)
+
+
 def test_options_choose_the_surrogate() -> None:
     columns = columns_of([-1.0], [-1.0], [1.0], behavior_entropies=[1.0])
     assert verdict_of(columns, "estr").surrogate == ClippedSurrogate("E", 0.2, 0.2)

@@ -137,12 +137,38 @@ def test_the_loss_of_a_micro_batch_is_ours(tmp_path: Path) -> None:
     assert dropped > 0
 
 
-@pytest.mark.parametrize(("option", "value"), [("beta", 0.1), ("top_k", 5), ("entropy_coef", 0.01)])
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("beta", 0.1),
+        ("top_k", 5),
+        ("entropy_coef", 0.01),
+        ("loss_type", "dr_grpo"),
+        ("epsilon", 0.05),
+        ("epsilon_high", 0.28),
+        ("delta", 4.0),
+        ("steps_per_generation", 1),
+    ],
+)
 def test_an_option_that_it_would_not_follow_is_refused(
-    tmp_path: Path, option: str, value: float
+    tmp_path: Path, option: str, value: float | str
 ) -> None:
     with pytest.raises(ConfigError, match=f"GRPOConfig.{option} must be"):
         trainer(tmp_path, [{"name": "estr"}], **{option: value})
+
+
+def test_log_probs_of_a_model_in_bfloat16_are_float32(tmp_path: Path) -> None:
+    """Rounded to 16 bits they would pass for staleness; TokenColumns refuses such."""
+    made = trainer(tmp_path, [{"name": "estr"}])
+    made.model.to(torch.bfloat16)
+    made.train()
+    assert made.state.global_step == 2
+
+
+def test_a_batch_with_images_is_refused(tmp_path: Path) -> None:
+    made = trainer(tmp_path, [{"name": "estr"}])
+    with pytest.raises(ConfigError, match="reads text only, and the batch has pixel_values"):
+        made._compute_loss(made.model, {"pixel_values": torch.zeros(1), "image_sizes": None})
 
 
 def test_a_correction_that_needs_versions_is_refused(tmp_path: Path) -> None:

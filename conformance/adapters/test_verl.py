@@ -122,13 +122,17 @@ def installed() -> VerlLoss:
         ([[0, 1, 2]], [e.tolist() for e in ENTROPIES]),
         ([[0], [1, 2]], [e.tolist() for e in ENTROPIES]),
         ([[0, 1, 2]], nested(ENTROPIES)),
+        ([[0], [1, 2]], None),
     ],
-    ids=["lists", "lists, two micro-batches", "nested"],
+    ids=["lists", "lists, two micro-batches", "nested", "extra fields"],
 )
 def test_value_and_gradient_are_ours_however_the_batch_is_cut(
     parts: list[list[int]], column: object
 ) -> None:
-    found = through_verl(parts, **{COLUMN: column})
+    extras = [{COLUMN: e.tolist(), "more": 1} for e in ENTROPIES]
+    found = through_verl(
+        parts, **({"extra_fields": extras} if column is None else {COLUMN: column})
+    )
     loss, gradients, keep = expected()
     assert 0 < int(keep.sum()) < 6
     assert found[0] == pytest.approx(loss, rel=1e-6)
@@ -148,6 +152,12 @@ def test_without_any_entropy_it_is_an_error() -> None:
     install([{"name": "estr"}], "sampler")
     with pytest.raises(DataError, match="carries no rollout_entropies"):
         through_verl([[0, 1, 2]])
+
+
+def test_rows_without_an_entropy_beside_others_are_named() -> None:
+    extras = [{COLUMN: ENTROPIES[0].tolist()}, {}, {COLUMN: ENTROPIES[2].tolist()}]
+    with pytest.raises(DataError, match=r"rows \[1\] of 3 carry no rollout_entropies"):
+        through_verl([[0, 1, 2]], extra_fields=extras)
 
 
 def test_a_correction_without_entropy_asks_for_none() -> None:

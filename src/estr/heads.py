@@ -12,6 +12,8 @@ there, and logits come whole from `head.logits`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -79,7 +81,23 @@ def split_head(model: nn.Module) -> Head:
     base = getattr(model, "base_model", model)
     if type(output) is not nn.Linear or base is model:
         return Head(model, None)
-    return Head(model, output if _is_plain(model, base, output) else None)
+    with without_flash(model):
+        return Head(model, output if _is_plain(model, base, output) else None)
+
+
+@contextmanager
+def without_flash(model: Any) -> Iterator[None]:
+    """Attention by sdpa meanwhile, where it is a flash kernel, which computes in 16 bits only: what
+    a probe asks of a model's structure is asked in the dtype of its weights."""
+    own = str(getattr(getattr(model, "config", None), "_attn_implementation", None))
+    if "flash" not in own:
+        yield
+        return
+    model.set_attn_implementation("sdpa")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(own)
 
 
 @torch.no_grad()

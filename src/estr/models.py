@@ -140,10 +140,12 @@ def enable_gradient_checkpointing(model: Any) -> None:
     """
     import torch
 
+    from .heads import without_flash
+
     name = type(model).__name__
     remedy = "set trainer.gradient_checkpointing = false"
     ids = torch.arange(4, device=model.device)[None]
-    with torch.no_grad():
+    with torch.no_grad(), without_flash(model):
         before = model(input_ids=ids, use_cache=False).logits
     try:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -152,7 +154,7 @@ def enable_gradient_checkpointing(model: Any) -> None:
     layers = [m for m in model.modules() if getattr(m, "gradient_checkpointing", None) is True]
     for layer in layers:
         layer.training = True
-    with torch.no_grad():
+    with torch.no_grad(), without_flash(model):
         after = model(input_ids=ids, use_cache=False).logits
     if not layers or not torch.equal(before, after):
         raise ConfigError(f"{name} computes something else under gradient checkpointing; {remedy}")

@@ -65,6 +65,11 @@ class Parameters:
             master.grad = gradient if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
+    def forget_gradients(self) -> None:
+        """Drop those of a micro-batch that were not collected."""
+        for parameter in self._rounded.values():
+            parameter.grad = None
+
     @torch.no_grad()
     def write_back(self) -> None:
         """Round the masters into the model, after they have changed."""

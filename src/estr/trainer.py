@@ -153,7 +153,8 @@ class Trainer:
     def train(self, minibatches: Sequence[Sequence[TrainingGroup]]) -> list[StepResult]:
         """One optimizer step per mini-batch, then publish if it is due.
 
-        Raises NumericsError on a non-finite loss or gradient, before the weights are touched.
+        Raises NumericsError on a non-finite loss or gradient, before that step touches the weights;
+        the steps of the mini-batches before it have been taken.
         """
         clock = time.monotonic()
         cut = [self._cut(groups) for groups in minibatches]
@@ -243,7 +244,11 @@ class Trainer:
         )
         rate = learning_rate(self.step, self.recipe.steps, self.options)
         correction = self._correction_of_step(batches, proximal)
-        parts = self._gradients(batches, proximal, correction)
+        try:
+            parts = self._gradients(batches, proximal, correction)
+        except BaseException:  # micro-batches before it have left their gradients
+            self._forget_gradients()
+            raise
         for batch, part, columns in zip(batches, parts, proximal, strict=True):
             metrics.merge(self._diagnostics(batch, part, columns, target))
         loss = sum((part.loss for part in parts), 0.0)
@@ -251,7 +256,7 @@ class Trainer:
         trainable = any(a for g in groups for a in g.advantages) or (priced and bool(batches))
         norm = self._gradient_norm() if trainable else 0.0
         if not (math.isfinite(loss) and math.isfinite(norm)):
-            self.optimizer.zero_grad(set_to_none=True)
+            self._forget_gradients()
             raise NumericsError(
                 f"optimizer step {self.step}: loss {loss}, gradient norm {norm}; "
                 "the weights were left as they were. Lower trainer.lr and go on from the last "
@@ -263,7 +268,7 @@ class Trainer:
             self.optimizer.step()
             self.weights.write_back()
             self.version += 1
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         self.step += 1
         metrics.add_sum("loss", loss)
         metrics.add_max("grad_norm", norm)
@@ -272,6 +277,10 @@ class Trainer:
         metrics.add_sum("trainer_s", time.monotonic() - clock)
         consumptions = consumptions_of(groups, batches, parts, proximal)
         return StepResult(self.step, target, self.version, metrics, consumptions=consumptions)
+
+    def _forget_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.weights.forget_gradients()
 
     def _correction_of_step(
         self, batches: list[Batch], proximal: list[Tensor | None]

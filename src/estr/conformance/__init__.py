@@ -19,9 +19,22 @@ import torch
 from torch import Tensor
 
 from ..corrections import TokenColumns, build_correction
+from ..corrections.base import WHOLE_STEP
+from ..errors import ConfigError
 from ..losses import policy_loss
 from .checks import CHECKS, Check
 from .inputs import LossFunction, LossInputs
+
+_CARRIED = frozenset(
+    {
+        "proximal_logprobs",
+        "behavior_entropies",
+        "sequence_ids",
+        "turn_ids",
+        "versions",
+        WHOLE_STEP,
+    }
+)
 
 __all__ = [
     "Finding",
@@ -99,8 +112,16 @@ def _attempt(name: str, check: Check, loss: LossFunction) -> Finding:
 
 
 def correction_loss(entries: Sequence[dict[str, Any]]) -> LossFunction:
-    """The loss of a recipe's `correction` tables, as a function that can be checked."""
+    """The loss of a recipe's `correction` tables, as a function that can be checked. Each row is
+    one sequence of one turn, of one version. Raises ConfigError for corrections that read what
+    `LossInputs` has not."""
     correction = build_correction(entries)
+    missing = correction.needs - _CARRIED
+    if missing:
+        raise ConfigError(
+            f"a loss that is checked is not given {', '.join(sorted(missing))}, which these "
+            "corrections read"
+        )
 
     def loss(inputs: LossInputs) -> Tensor:
         rows = torch.arange(len(inputs.loss_mask))[:, None].expand_as(inputs.loss_mask)
@@ -111,6 +132,8 @@ def correction_loss(entries: Sequence[dict[str, Any]]) -> LossFunction:
             loss_mask=inputs.loss_mask,
             behavior_entropies=inputs.behavior_entropies,
             sequence_ids=rows,
+            turn_ids=rows,
+            versions=torch.zeros_like(rows),
         )
         return policy_loss(columns, correction, denominators=inputs.num_sampled_tokens).loss
 

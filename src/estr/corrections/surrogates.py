@@ -54,7 +54,14 @@ class ClippedSurrogate:
     def __call__(self, ratio: Tensor, advantages: Tensor) -> tuple[Tensor, Tensor]:
         free = _restoring(ratio, advantages, self.restore_cap) * advantages
         bounded = ratio.clamp(1.0 - self.clip_low, 1.0 + self.clip_high) * advantages
-        return torch.minimum(free, bounded), bounded < free
+        # By the ratio, not by the values: at restore_cap = 1 + clip_high both are the same but for
+        # rounding, and a minimum would halve the gradient of a tie.
+        active = torch.where(
+            advantages > 0,
+            ratio > 1.0 + self.clip_high,
+            (advantages < 0) & (ratio < 1.0 - self.clip_low),
+        )
+        return torch.where(active, bounded, free), active
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +88,8 @@ class ImportanceSurrogate:
     """r A, without PPO's clip; its gradient is r A grad log pi.
 
     cap: r is truncated there (see `truncated_ratio`); restore_cap: there where A < 0;
-    restore_floor: lifted to it where A > 0, in value and gradient. No bound ever takes the gradient
-    away."""
+    restore_floor: lifted to it where A > 0, in value and gradient. None of these bounds takes the
+    gradient away; beyond MAX_LOG_RATIO, where the ratio is constant, there is none."""
 
     edge: Edge
     cap: float = math.inf

@@ -61,11 +61,12 @@ class Guard:
         self._recipe = recipe
         self._store = store
         self._rescorer = Rescorer(model, vocab_size=vocab_size)
+        self._vocab_size = vocab_size or int(model.config.vocab_size)
         self._rounded = inner_linear_weights(self._rescorer.structure)
         self._tolerance: Tolerance | None = None
         if recipe.engine.dtype == "float32":
             self._tolerance = Tolerance()
-        self._trained, self._surprise = Trained(), Surprise()
+        self._trained, self._surprise = Trained(), Surprise(self._vocab_size)
         self._states: dict[int, dict[str, Tensor]] = {}
         self._bad_canaries: set[int] = set()
         self._batches = 0
@@ -76,7 +77,7 @@ class Guard:
         """Training goes on from a checkpoint: what was seen belongs to another course of it."""
         self._states.clear()
         self._bad_canaries.clear()
-        self._trained, self._surprise = Trained(), Surprise()
+        self._trained, self._surprise = Trained(), Surprise(self._vocab_size)
 
     def check(
         self, minibatches: Sequence[Sequence[TrainingGroup]], version: int

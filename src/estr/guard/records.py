@@ -11,6 +11,7 @@ Every check returns findings, none on consistent batches.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -195,18 +196,19 @@ class Surprise:
 
     The mean of d = surprisal - entropy is 0 for honest draws, whatever the model. A finding asks
     for |sum d| > SURPRISE_Z * sqrt(sum V) and |sum d| > SURPRISE_SHARE * (sum of entropies), where
-    V bounds the variance of one surprisal by its entropy H: min(H (2 + log(1 + 1/H)), 1 + H). Where
-    one token is nearly certain the variance is that of rare events, H log(1/H) to first order, and
+    V bounds the variance of one surprisal by its entropy H and the size of the vocabulary n (see
+    `largest_variance`). Where one token is nearly certain the variance is that of rare events, and
     a batch in which none of them happened says nothing; the variance of the d themselves would
     miss that.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, vocab_size: int) -> None:
+        self._vocab_size = vocab_size
         self._batches: deque[npt.NDArray[np.float64]] = deque(maxlen=3)
 
     def check(self, trajectories: Sequence[Trajectory]) -> list[Finding]:
         """Take a batch; what the last ones together say."""
-        self._batches.append(_surprise(trajectories))
+        self._batches.append(_surprise(trajectories, self._vocab_size))
         count, surprisal, entropy, variance = np.sum(list(self._batches), axis=0)
         excess = surprisal - entropy
         spread = float(np.sqrt(variance))
@@ -224,7 +226,22 @@ class Surprise:
         ]
 
 
-def _surprise(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.float64]:
+def largest_variance(
+    entropies: npt.NDArray[np.float64], vocab_size: int
+) -> npt.NDArray[np.float64]:
+    """A bound on the variance of the surprisal of a token of entropy H among n:
+
+        min(H (3 + log(1 + 1/H) + log n), 1 + log(n)^2 / 4), H at least 1e-12
+
+    Of one entropy, distributions of two distinct probabilities vary most (Lagrange: log p solves a
+    quadratic equation), and over those the bound holds."""
+    width = math.log(vocab_size)
+    entropies = np.maximum(entropies, 1e-12)
+    rare = entropies * (3.0 + np.log1p(1.0 / entropies) + width)
+    return np.minimum(rare, 1.0 + width**2 / 4.0)
+
+
+def _surprise(trajectories: Sequence[Trajectory], vocab_size: int) -> npt.NDArray[np.float64]:
     """Sums over the sampled tokens: 1, surprisal, entropy, bound on the surprisal's variance."""
     drawn = [s for t in trajectories if t.sampling.temperature > 0 for s in t.segments]
     if not drawn:
@@ -233,8 +250,8 @@ def _surprise(trajectories: Sequence[Trajectory]) -> npt.NDArray[np.float64]:
     logprobs = np.concatenate([s.behavior_logprobs for s in drawn])[mask].astype(np.float64)
     entropies = np.concatenate([s.behavior_entropies for s in drawn])[mask].astype(np.float64)
     known = np.isfinite(logprobs) & np.isfinite(entropies)
-    logprobs, entropies = logprobs[known], np.maximum(entropies[known], 1e-12)
-    variance = np.minimum(entropies * (2.0 + np.log1p(1.0 / entropies)), 1.0 + entropies)
+    logprobs, entropies = logprobs[known], entropies[known]
+    variance = largest_variance(entropies, vocab_size)
     return np.array([len(logprobs), -logprobs.sum(), entropies.sum(), variance.sum()])
 
 

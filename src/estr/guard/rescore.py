@@ -137,7 +137,10 @@ def _structure(model: Any) -> Any:
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), requires_grad=False)
         for p in model.parameters()
     }
-    return copy.deepcopy(model, memo).eval()
+    structure = copy.deepcopy(model, memo).eval()
+    if "flash" in str(getattr(structure.config, "_attn_implementation", None)):
+        structure.set_attn_implementation("sdpa")  # it computes in float32, which flash refuses
+    return structure
 
 
 @dataclass(frozen=True, slots=True)

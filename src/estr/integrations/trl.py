@@ -28,7 +28,27 @@ from ..losses import policy_loss
 
 _CARRIED = frozenset({"proximal_logprobs", "behavior_entropies", "sequence_ids"})
 
+_IMAGES = frozenset(
+    {
+        "pixel_values",
+        "image_grid_thw",
+        "num_images",
+        "pixel_attention_mask",
+        "spatial_shapes",
+        "num_tiles",
+        "image_sizes",
+        "token_type_ids",
+        "mm_token_type_ids",
+        "image_position_ids",
+    }
+)
+"""What a batch with images has beside its tokens."""
+
 _REFUSED: dict[str, tuple[Any, str]] = {
+    "loss_type": ("dapo", "the loss is divided by the token count of the optimizer step"),
+    "epsilon": (0.2, "clip bounds are options of the corrections"),
+    "epsilon_high": (None, "clip bounds are options of the corrections"),
+    "delta": (None, "the correction dual_clip has such a bound"),
     "beta": (0.0, "the KL term is not part of this loss"),
     "top_entropy_quantile": (1.0, "the correction alone decides what is kept"),
     "off_policy_mask_threshold": (None, "the correction alone decides what is kept"),
@@ -123,10 +143,21 @@ def _check(args: Any) -> None:
         on = name != "vllm_importance_sampling_correction" or args.use_vllm
         if on and given != value and not (given is None and not value):
             raise ConfigError(f"GRPOConfig.{name} must be {value}, not {given}: {why}")
+    per_generation = args.steps_per_generation or args.gradient_accumulation_steps
+    if per_generation < args.gradient_accumulation_steps:
+        raise ConfigError(
+            f"GRPOConfig.steps_per_generation must be at least gradient_accumulation_steps "
+            f"({args.gradient_accumulation_steps}), not {per_generation}: the token count of an "
+            "optimizer step must be known at its first micro-batch"
+        )
 
 
 def _scored(trainer: Any, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-    """(log-probs, entropies) [B, T] of the completions, the latter detached."""
+    """(log-probs, entropies) [B, T] of the completions, the latter detached. Raises ConfigError for
+    batches with images."""
+    images = sorted(_IMAGES & {name for name, value in inputs.items() if value is not None})
+    if images:
+        raise ConfigError(f"this loss reads text only, and the batch has {', '.join(images)}")
     completions = inputs["completion_ids"]
     logprobs, entropies, _ = trainer._get_per_token_logps_and_entropies(
         model,
@@ -136,7 +167,8 @@ def _scored(trainer: Any, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor
         trainer.args.per_device_train_batch_size,
         compute_entropy=True,
     )
-    return logprobs.float(), entropies.detach().float()
+    # In float32 whatever the model computes in: TRL fuses the output layer with the log-softmax.
+    return logprobs, entropies.detach()
 
 
 def _columns(inputs: Mapping[str, Any], logprobs: Tensor) -> TokenColumns:

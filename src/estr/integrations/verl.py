@@ -157,7 +157,7 @@ class VerlLoss:
         """(entropies [B, T], whether they are the trainer's)."""
         if "behavior_entropies" not in self._correction.needs:
             return None, False
-        recorded = None if self._source == "trainer" else data.get(COLUMN, None)
+        recorded = None if self._source == "trainer" else _recorded(data)
         if recorded is not None:
             return _padded(recorded), False
         trainers = None if self._source == "sampler" else model_output.get("entropy")
@@ -212,11 +212,34 @@ def _denominator(loss_agg_mode: str, config: Any) -> float:
     return float(tokens) / float(batch.get("dp_size", 1))
 
 
+def _recorded(data: Any) -> Any:
+    """The column of recorded entropies, None where there is none. verl's `ray_trainer` spreads
+    extra_fields into columns, its newer trainers keep them as one column of mappings."""
+    column = data.get(COLUMN, None)
+    if column is not None:
+        return column
+    extras = data.get("extra_fields", None)
+    if extras is None:
+        return None
+    rows = [getattr(row, "data", row) for row in _listed(extras)]
+    found = [row.get(COLUMN) if isinstance(row, Mapping) else None for row in rows]
+    return None if all(row is None for row in found) else found
+
+
+def _listed(column: Any) -> list[Any]:
+    return list(column.tolist() if hasattr(column, "tolist") else column)
+
+
 def _padded(column: Any) -> Tensor:
-    """[B, T] of a nested or dense tensor or of lists; NaN beyond a row's end."""
+    """[B, T] of a nested or dense tensor or of lists; NaN beyond a row's end. Raises DataError
+    where a row has none."""
     if isinstance(column, Tensor):
         return column.to_padded_tensor(math.nan) if column.is_nested else column
-    rows = [torch.as_tensor(row, dtype=torch.float32) for row in column.tolist()]
+    listed = _listed(column)
+    without = [i for i, row in enumerate(listed) if row is None]
+    if without:
+        raise DataError(f"rows {without} of {len(listed)} carry no {COLUMN}, the others do")
+    rows = [torch.as_tensor(row, dtype=torch.float32) for row in listed]
     return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=math.nan)
 
 

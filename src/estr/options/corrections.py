@@ -71,7 +71,8 @@ class EstrOptions:
     surrogate: Literal["clip", "importance", "none"] = "clip"
     """clip: PPO's; importance: the ratio alone; none: another correction of the list brings it."""
     restore_cap: float = 5.0
-    """With side = outward: ratios of negative advantages are truncated here; the gradient stays."""
+    """With side = outward: ratios of negative advantages are truncated here; the gradient stays, up
+    to a log-ratio of 20."""
     restore_floor: float = 0.0
     """With side = outward and surrogate = importance: ratios of positive advantages are lifted to
     at least this; in [0, 1]."""
@@ -193,7 +194,7 @@ class DppoOptions:
     eps: float = 0.01
     """With a scale: added to the entropy (nats) or to gini; above 0."""
     ratio_cap: float = 20.0
-    """Ratios are truncated here; the gradient stays."""
+    """Ratios are truncated here; the gradient stays, up to a log-ratio of 20."""
 
     def __post_init__(self) -> None:
         require(
