@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     "--from",
     "tables",
     multiple=True,
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    type=click.Path(path_type=Path, dir_okay=False),
     metavar="TABLE",
     help="A table.parquet of the same experiment, made elsewhere: its runs are not made again if "
     "they are of the same code; may be repeated.",
