@@ -317,6 +317,12 @@ def test_every_time_limit_is_finite_and_positive_check_106(path):
 
 
 OWN_REWARD = {"path": "my.jsonl", "reward": "my_reward:score"}
+JUDGED = {
+    "name": "deep_search",
+    "judge": "model",
+    "judge_url": "http://localhost:1",
+    "judge_model": "m",
+}
 OWN_TOOL = {"path": "my.jsonl", "tools": ["my_tools:look_up"]}
 
 
@@ -328,6 +334,17 @@ OWN_TOOL = {"path": "my.jsonl", "tools": ["my_tools:look_up"]}
         (OWN_REWARD, 20.0, "task.reward_timeout_s = 30"),
         (OWN_TOOL, 10.0, "task.tool_timeout_s = 10"),
         (["calculator", OWN_TOOL], 5.0, "task[1].tool_timeout_s = 10"),
+        (
+            JUDGED | {"judge_timeout_s": 19.0},
+            60.0,
+            "task.judge_timeout_s = 19, 3 times with 3 s of pauses between,",
+        ),
+        ("reasoning_gym", 30.0, "task.problem_timeout_s = 30"),
+        (
+            "reasoning_gym",
+            40.0,
+            "task.score_timeout_s = 10, after problem_timeout_s = 30,",
+        ),
     ],
 )
 def test_a_call_must_end_before_the_answer_in_which_it_is_made(task, step_timeout_s, says):
@@ -340,7 +357,14 @@ def test_a_call_must_end_before_the_answer_in_which_it_is_made(task, step_timeou
 
 @pytest.mark.parametrize(
     ("task", "step_timeout_s"),
-    [(OWN_REWARD, 30.5), (OWN_TOOL, 10.5), ({"path": "my.jsonl", "reward": "boxed"}, 5.0)],
+    [
+        (OWN_REWARD, 30.5),
+        (OWN_TOOL, 10.5),
+        ({"path": "my.jsonl", "reward": "boxed"}, 5.0),
+        (JUDGED, 57.5),
+        ("deep_search", 5.0),
+        ("reasoning_gym", 40.5),
+    ],
 )
 def test_limits_of_calls_that_fit_or_are_not_made_are_no_matter(task, step_timeout_s):
     recipe_from_table({"task": task, "rollout": {"step_timeout_s": step_timeout_s}})

@@ -122,18 +122,21 @@ async def test_a_request_out_of_time_is_an_engine_timeout_and_leaves() -> None:
     await engine.close()
 
 
-async def test_a_failing_step_fails_every_caller_and_closes_the_engine() -> None:
+async def test_logits_that_are_nan_fail_every_caller_and_leave_the_engine_usable() -> None:
     model = tiny_model()
     engine = InProcessEngine(LocalEngine(model))
     answers = [asyncio.create_task(engine.generate(request(g, tokens=40), 60.0)) for g in range(3)]
     await until_running(engine, 2)
+    sound = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     with torch.no_grad():
         model.lm_head.weight.fill_(math.nan)
     for failure in await asyncio.gather(*answers, return_exceptions=True):
         assert isinstance(failure, EngineError)
         assert "version 0" in str(failure)
-    with pytest.raises(EngineError, match="closed"):
+    with pytest.raises(EngineError, match="version 0"):
         await engine.generate(request(7), LIMIT_S)
+    model.load_state_dict(sound)
+    assert len(await engine.generate(request(7), LIMIT_S)) == 6, "of a prompt that was kept before"
     await engine.close()
 
 
@@ -145,6 +148,8 @@ async def test_an_error_of_the_model_itself_reaches_the_caller_as_engine_error()
     model.model.layers[0].mlp.up_proj.weight = torch.nn.Parameter(torch.zeros(2, 2))
     with pytest.raises(EngineError, match="RuntimeError"):
         await answer
+    with pytest.raises(EngineError, match="closed"):
+        await engine.generate(request(7), LIMIT_S)
     await engine.close()
 
 

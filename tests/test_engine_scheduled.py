@@ -125,6 +125,24 @@ def test_what_is_tried_again_is_not_waited_for_as_it_was(tmp_path: Path) -> None
     assert (resumed.num_running, resumed.num_waiting) == (2, 0)
 
 
+def test_a_rollout_that_ended_before_it_came_back_is_not_waited_for(tmp_path: Path) -> None:
+    """Its environment failed in every attempt, or it came and was out of time: the others go on."""
+    host = EngineHost(
+        resolve_model("builtin"), EngineOptions(), 0, True, EngineSchedule(tmp_path / "a.jsonl")
+    )
+    running = [request(g, tokens=2) for g in range(3)]
+    host.begin(Position(running=tuple(each.id for each in running)))
+    host.generate(0, running[0])
+    host.generate(1, running[1])
+    assert not host.busy()
+    host.cancel(running[1].id)  # came, and went
+    host.cancel(running[2].id)  # never came
+    assert host.busy()
+    found = [answer for _ in range(2) for answer in host.pump()]
+    assert [(number, len(segment)) for number, segment in found] == [(0, 2)]
+    host.close()
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_a_replay_is_equal_to_the_bit_whatever_the_timing(tmp_path: Path, seed: int) -> None:
     expected, _, _ = record(tmp_path / "a.jsonl")

@@ -95,6 +95,17 @@ def test_an_evaluation_stands_where_its_version_was_made():
     ]
 
 
+def test_an_interval_is_the_one_that_the_run_recorded():
+    """Of two tasks the accuracy is the mean over them, and its interval not Wilson's of all
+    problems together."""
+    row = {"step": 0, "version": 0, "wall_s": 1.0, "eval/accuracy": 0.5, "eval/problems": 1010.0}
+    ends = {"eval/accuracy_low": 0.35, "eval/accuracy_high": 0.65}
+    (evaluation,) = curves_of([row | ends], 1).evaluations
+    assert (evaluation.low, evaluation.high) == (0.35, 0.65)
+    (evaluation,) = curves_of([row], 1).evaluations
+    assert (evaluation.low, evaluation.high) == wilson_interval(0.5, 1010.0)
+
+
 def test_seeds_are_averaged_where_all_of_them_are(tmp_path):
     folders = [make_run(tmp_path, f"s{i}", f"seed={i}", steps=5 - i) for i in (0, 1)]
     for folder in folders:  # one recipe, although the second was stopped a step earlier

@@ -111,6 +111,7 @@ async def test_an_ungraded_end_is_unscored_not_zero() -> None:
         (ValueError("tool broke"), "env_error", "ValueError: tool broke"),
         (GraderError("no gold"), "grader_error", "no gold"),
         (KeyError("x"), "env_error", "KeyError"),
+        (TimeoutError("no sandbox"), "env_error", "TimeoutError: no sandbox"),
     ],
 )
 async def test_failures_are_statuses_without_reward(
@@ -257,6 +258,34 @@ async def test_cancellation_passes_through_and_closes_the_environment() -> None:
     with pytest.raises(asyncio.CancelledError):
         await task
     assert closed == [1]
+
+
+async def test_a_timeout_of_the_environments_own_is_no_end_of_the_rollouts_time() -> None:
+    """It would be scored with the outcome of an unfinished rollout, and not tried again."""
+
+    def make(index: int) -> ScriptedEnvironment:
+        raise TimeoutError("the sandbox does not answer")
+
+    parts, _, _ = setting([Reply(outcome=1.0)])
+    parts = dataclasses.replace(parts, task=CoinTask(make=make))
+    trajectory = await play(parts)
+    assert (trajectory.status, trajectory.reward) == ("env_error", None)
+    assert "TimeoutError: the sandbox does not answer" in (trajectory.error or "")
+
+
+async def test_cancellation_passes_through_where_the_environment_cannot_be_closed() -> None:
+    class Unclosable(ScriptedEnvironment):
+        async def close(self) -> None:
+            raise OSError("the sandbox is gone")
+
+    parts, _, _ = setting([Reply(outcome=1.0)])
+    unclosable = Unclosable("12", [Reply(outcome=1.0)], delay_s=30.0)
+    parts = dataclasses.replace(parts, task=CoinTask(make=lambda index: unclosable))
+    task = asyncio.create_task(play(parts))
+    await asyncio.sleep(0.05)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
 
 
 async def test_an_empty_prompt_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import os
 import subprocess
 import sys
@@ -162,6 +163,9 @@ def test_devices_are_counted_among_those_that_are_visible(
         options = EngineOptions(name="vllm", python=sys.executable, device=device)
         assert vllm_process(options)["env"]["CUDA_VISIBLE_DEVICES"] == name
     options = EngineOptions(name="vllm", python=sys.executable, device="cuda:2")
+    for nonsense in ("cuda:", "cuda:x", "cuda:-1"):
+        with pytest.raises(ConfigError, match=f"engine.device = '{nonsense}' names no device"):
+            vllm_process(dataclasses.replace(options, device=nonsense))
     with pytest.raises(ConfigError, match=r"'cuda:2', but CUDA_VISIBLE_DEVICES = '3, 5' leaves 2"):
         vllm_process(options)
 

@@ -25,8 +25,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-_MAX_BYTES = 4 << 30
-"""Address space of a process."""
 _START_S = 120.0
 _WAIT_S = 50.0
 """For a free process."""
@@ -114,6 +112,7 @@ class _Process:
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # one Ctrl-C lets a run end its step, graders included
                 )
             self._running = process, ours
             try:

@@ -27,7 +27,7 @@ from .evaluator_process import EvaluatorProcess
 from .run_folder import RunFolder, weights_folder
 from .schedule import ENGINE_FILE, EngineSchedule, Position
 from .trainer_process import TrainerProcess
-from .types import Finding, Segment
+from .types import Finding, RolloutId, Segment
 from .weights import FileWeightStore, WeightStore
 
 _BYTES_PER_WEIGHT = {"float32": 4, "bfloat16": 2}
@@ -77,6 +77,10 @@ class Processes(ABC):
     def position(self) -> Position | None:
         """Of a deterministic engine: where its schedule stood at the last snapshot."""
         return None
+
+    def forget(self, rollout_id: RolloutId) -> None:
+        """Of a deterministic engine: this rollout has ended, and is waited for no longer."""
+        raise ScheduleError(f"engines of {type(self).__name__} follow no schedule")
 
     async def begin(self, position: Position | None) -> None:
         """Of a deterministic engine: its schedule begins, or goes on where a checkpoint stands."""
@@ -132,6 +136,9 @@ class LocalProcesses(Processes):
     @property
     def position(self) -> Position | None:
         return self.engine.position
+
+    def forget(self, rollout_id: RolloutId) -> None:
+        self.engine.forget(rollout_id)
 
     async def begin(self, position: Position | None) -> None:
         await self.engine.begin(position or Position())

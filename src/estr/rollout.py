@@ -106,28 +106,35 @@ async def _end(
     deadline_version: int,
 ) -> tuple[Status, str | None]:
     """Play to the end: (status, what went wrong)."""
+    limit = asyncio.timeout(setting.limits.timeout_s)
     try:
-        async with asyncio.timeout(setting.limits.timeout_s):
+        async with limit:
             try:
                 return await _run(setting, state, rollout_id, problem, deadline_version), None
             except _NotRestored:
                 state.restart()
                 return await _run(setting, state, rollout_id, problem, deadline_version), None
-    except TimeoutError:
-        return "timeout", f"no end within rollout.timeout_s = {setting.limits.timeout_s:g} s"
-    except (EngineError, WorkerError) as failure:
-        return "engine_error", str(failure)
-    except GraderError as failure:
-        return "grader_error", str(failure)
-    except asyncio.CancelledError:
-        task = asyncio.current_task()
-        if task is None or task.cancelling():
-            raise
-        return "env_error", "the environment raised CancelledError by itself"
     except (KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as failure:  # noqa: BLE001 - a user's environment may raise anything
-        return "env_error", told(failure)
+    except BaseException as failure:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            # What an environment raises as it is closed must not take the place of the end.
+            raise asyncio.CancelledError from failure
+        if isinstance(failure, TimeoutError) and limit.expired():
+            return "timeout", f"no end within rollout.timeout_s = {setting.limits.timeout_s:g} s"
+        return _failed(failure)
+
+
+def _failed(failure: BaseException) -> tuple[Status, str]:
+    """(status, what went wrong) of a rollout that raised."""
+    if isinstance(failure, (EngineError, WorkerError)):
+        return "engine_error", str(failure)
+    if isinstance(failure, GraderError):
+        return "grader_error", str(failure)
+    if isinstance(failure, asyncio.CancelledError):
+        return "env_error", "the environment raised CancelledError by itself"
+    return "env_error", told(failure)
 
 
 class _NotRestored(Exception):
@@ -271,11 +278,14 @@ def _action(codec: Encoding, drawn: Segment, sampling: SamplingSettings) -> Acti
 async def _limited(environment: Environment, what: str, limits: RolloutOptions, *args: Any) -> Any:
     """What that method of the environment comes to in time. Raises EnvError where it does not."""
     timeout_s = limits.step_timeout_s
+    limit = asyncio.timeout(timeout_s)
     made = getattr(environment, what)(*args)
     try:
-        async with asyncio.timeout(timeout_s):
+        async with limit:
             return await _watch.run(made, f"{type(environment).__qualname__}.{what}")
     except TimeoutError as error:
+        if not limit.expired():  # the environment's own
+            raise
         raise EnvError(
             f"environment.{what}() did not answer within rollout.step_timeout_s = {timeout_s:g} s"
         ) from error

@@ -156,6 +156,7 @@ async def _train(
                     gauges=processes.gauges,
                     canaries=None if recipe.guard == "off" else processes.canaries(recipe),
                     engine_position=lambda: processes.position,
+                    forget=processes.forget,
                 ),
                 stop=stop,
                 schedule=schedule,

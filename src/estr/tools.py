@@ -139,8 +139,9 @@ class Toolbox:
     """The tools of a task by name.
 
     timeout_s: of one call. max_chars: longer answers are cut, on the side that `cut` names ("left"
-    drops the left part and keeps the end). Raises ConfigError for a function without type hints,
-    and in `schemas` and `instructions` for one without a docstring.
+    drops the left part and keeps the end). key, limit_key: where a recipe has the tools and that
+    limit, for errors; limit_key "" where it has none. Raises ConfigError for a function without
+    type hints, and in `schemas` and `instructions` for one without a docstring.
     """
 
     def __init__(
@@ -151,8 +152,10 @@ class Toolbox:
         max_chars: int = 2000,
         cut: CutSide = "right",
         key: str = "task.tools",
+        limit_key: str = "task.tool_timeout_s",
     ) -> None:
         self.tools = {name: Tool.of(f, name, key) for name, f in functions.items()}
+        self._limit_key = limit_key
         self._timeout_s = timeout_s
         self._max_chars = max_chars
         self._cut: CutSide = cut
@@ -180,7 +183,8 @@ class Toolbox:
         try:
             result = await call_limited(tool.function, (), arguments, timeout_s=self._timeout_s)
         except CallTimeout as error:
-            raise EnvError(f"tool {call.name}: {error} (task.tool_timeout_s)") from error
+            where = f" ({self._limit_key})" if self._limit_key else ""
+            raise EnvError(f"tool {call.name}: {error}{where}") from error
         except (ValueError, ArithmeticError, LookupError) as error:
             return self._shown(f"error: {type(error).__name__}: {error}")
         except Exception as error:

@@ -3,8 +3,9 @@
     generate() --submit--> LocalEngine <--step()-- pump task, while there is work
                <--future------------------------------+
 
-The pump yields to the event loop between two steps. Whatever a step raises fails every waiting
-caller with EngineError and closes the engine.
+The pump yields to the event loop between two steps. What a step raises fails every waiting caller
+with EngineError. After an EngineError (logits that are NaN) the engine can be used again, say with
+other weights; anything else closes it.
 """
 
 from __future__ import annotations
@@ -105,13 +106,11 @@ class InProcessEngine:
         error = None if pump.cancelled() else pump.exception()
         if error is None:
             return
+        if isinstance(error, EngineError):
+            self._fail_all(error)
+            return
         self._engine.close()
-        described: Any = (
-            error
-            if isinstance(error, EngineError)
-            else EngineError(f"the engine failed: {type(error).__name__}: {error}")
-        )
-        self._fail_all(described)
+        self._fail_all(EngineError(f"the engine failed: {type(error).__name__}: {error}"))
 
     def _fail_all(self, error: EngineError) -> None:
         waiting: list[asyncio.Future[Any]] = [*self._answers.values()]

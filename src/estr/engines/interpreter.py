@@ -80,7 +80,7 @@ def _lacks(python: str) -> str:
 def vllm_process(options: EngineOptions) -> dict[str, Any]:
     """What `Worker.start` needs to bring up vLLM in its own interpreter. Raises ConfigError."""
     _require_program(options.python)
-    kind, _, index = options.device.partition(":")
+    kind, colon, index = options.device.partition(":")
     env = {
         "PYTHONPATH": str(_folder_with_only_estr()),
         "HF_HUB_OFFLINE": "1",
@@ -92,8 +92,8 @@ def vllm_process(options: EngineOptions) -> dict[str, Any]:
         # engine.threads says how many; cores are not ours to bind.
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }
-    if kind == "cuda" and index:
-        env["CUDA_VISIBLE_DEVICES"] = _visible_device(options.device, int(index))
+    if kind == "cuda" and colon:
+        env["CUDA_VISIBLE_DEVICES"] = _visible_device(options.device, index)
     # Not resolved: the link in a virtual environment is what tells Python which one it is.
     return {
         "python": str(Path(options.python).absolute()),
@@ -102,9 +102,12 @@ def vllm_process(options: EngineOptions) -> dict[str, Any]:
     }
 
 
-def _visible_device(device: str, index: int) -> str:
-    """The name of the device that is number `index` of those that this process may see. Raises
-    ConfigError where there are fewer."""
+def _visible_device(device: str, number: str) -> str:
+    """The name of the device that is so numbered among those that this process may see. Raises
+    ConfigError where there are fewer, or it is no number."""
+    if not (number.isascii() and number.isdecimal()):
+        raise ConfigError(f'engine.device = {device!r} names no device; say "cuda:0", or "cpu"')
+    index = int(number)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return str(index)

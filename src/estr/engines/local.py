@@ -322,4 +322,4 @@ class LocalEngine:
         self._served.clear()
         self._waiting.clear()
         self._rows.clear()
-        self._runner.cache.clear()
+        self.drop_caches()

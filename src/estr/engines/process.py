@@ -115,6 +115,10 @@ class EngineProcess:
         )
         return canaries
 
+    def forget(self, rollout_id: RolloutId) -> None:
+        """Of a deterministic engine: this rollout has ended, be it before it asked for anything."""
+        self.worker.notify("cancel", rollout_id)
+
     async def begin(self, position: Position) -> None:
         """Of a deterministic engine: its schedule begins, or goes on where a checkpoint stands."""
         await self.worker.call("begin", position, timeout_s=60.0)
@@ -219,7 +223,8 @@ class EngineHost:
             self._results.append((number, portable(error)))
 
     def cancel(self, rollout_id: RolloutId) -> None:
-        if self._numbers.pop(rollout_id, None) is not None:
+        asked = self._numbers.pop(rollout_id, None) is not None
+        if asked or self._scheduled is not None:
             self._engine.cancel(rollout_id)
 
     def load(self, number: int, version: int, weights: WeightStore, kv: KVPolicy) -> None:

@@ -87,8 +87,10 @@ class ScheduledEngine(LocalEngine):
         self._loads.append((version, state, kv))
 
     def cancel(self, rollout_id: RolloutId) -> None:
+        """Also of a request that a checkpoint had running: it is waited for no longer."""
         if self._plan is not None and self._log is not None:
             return  # only as it was recorded
+        self._restoring = tuple(each for each in self._restoring if each != rollout_id)
         if rollout_id in self._served:
             self._write("cancel", id=dataclasses.astuple(rollout_id))
         super().cancel(rollout_id)

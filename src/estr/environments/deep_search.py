@@ -30,6 +30,7 @@ from ..errors import ConfigError, DataError
 from ..evaluation_records import RolloutRecord
 from ..options.corrections import require
 from ..options.run import require_seconds
+from ..options.tasks import JUDGE_TIMEOUT_S
 from ..tools import Call, Toolbox, parse_calls, write_call
 from . import check_split, stable_hash
 from .browsecomp import run_record
@@ -103,7 +104,7 @@ class DeepSearchOptions:
     """Name of the judge's model at that endpoint."""
     judge_key_variable: str = ""
     """Environment variable that holds the key; "": none is sent."""
-    judge_timeout_s: float = 18.0
+    judge_timeout_s: float = JUDGE_TIMEOUT_S
     """Wall time of one try of three; all of them must fit into rollout.step_timeout_s."""
     tool_role: ToolRole = "tool"
     """Role in whose name the tools answer."""
@@ -169,7 +170,7 @@ class DeepSearchTask:
         self._cut = _cut(options.tokenizer)
         tools = [self.search] + ([self.get_document] if options.document_tokens else [])
         # The texts are cut by tokens already.
-        self._toolbox = Toolbox({f.__name__: f for f in tools}, max_chars=1 << 24)
+        self._toolbox = Toolbox({f.__name__: f for f in tools}, max_chars=1 << 24, limit_key="")
         self._judge = _judge(options)
 
     def size(self, split: str) -> int | None:

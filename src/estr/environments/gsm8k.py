@@ -112,7 +112,7 @@ class Gsm8kTask:
         self.options = options
         self.max_turns = options.max_turns
         self._grader = GRADERS[options.mode]
-        self._toolbox = Toolbox({"calculator": calculator}) if options.tool else None
+        self._toolbox = Toolbox({"calculator": calculator}, limit_key="") if options.tool else None
         folder = Path(options.folder) if options.folder else SLICE
         files = [folder / f"{split}.jsonl" for split in ("train", "test")]
         train, test = map(read_problems, files)

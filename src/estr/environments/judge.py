@@ -27,6 +27,7 @@ from typing import Any
 
 from ..errors import ConfigError, GraderError
 from ..functions import CallTimeout, call_limited
+from ..options.tasks import JUDGE_PAUSE_S, JUDGE_TRIES
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -108,8 +109,8 @@ class Endpoint:
     model: str
     key_variable: str = ""
     timeout_s: float = 60.0
-    tries: int = 3
-    pause_s: float = 1.0
+    tries: int = JUDGE_TRIES
+    pause_s: float = JUDGE_PAUSE_S
 
 
 class Judge:
@@ -171,8 +172,7 @@ class Judge:
             with _OPENER.open(request, timeout=self._endpoint.timeout_s) as answer:
                 data = answer.read(_MAX_BYTES)
         except urllib.error.HTTPError as error:
-            said = error.read(500).decode("utf-8", "replace")
-            message = self._safe(f"HTTP {error.code}: {said}")
+            message = self._safe(f"HTTP {error.code}: {_said(error)}")
             if error.code in _RETRIED:
                 raise _Again(message) from None
             raise GraderError(f"the judge refused: {message}") from None
@@ -197,6 +197,14 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
 
 _OPENER = urllib.request.build_opener(_NoRedirect)
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """The beginning of an error's text, as far as it can be read."""
+    try:
+        return error.read(500).decode("utf-8", "replace")
+    except (OSError, http.client.HTTPException) as cut:
+        return f"{error.reason} ({type(cut).__name__} behind it)"
 
 
 def _content(data: bytes) -> str:

@@ -29,6 +29,7 @@ from ..errors import ConfigError, EnvError, GraderError
 from ..killable import NoAnswer, Pool
 from ..options.corrections import require
 from ..options.run import require_seconds
+from ..options.tasks import PROBLEM_TIMEOUT_S, SCORE_TIMEOUT_S
 from . import check_split, stable_hash
 
 _FRAME = """\
@@ -51,9 +52,9 @@ class ReasoningGymOptions:
     credit: Literal["full", "partial"] = "full"
     """full: outcome 1 for a right answer, else 0. partial: what the data set's scorer gives beyond
     what a lazy answer gets; only 1 counts as solved."""
-    problem_timeout_s: float = 30.0
+    problem_timeout_s: float = PROBLEM_TIMEOUT_S
     """Time that making one problem may take, seconds."""
-    score_timeout_s: float = 10.0
+    score_timeout_s: float = SCORE_TIMEOUT_S
     """Time that scoring one answer may take, seconds; longer: grader_error, not wrong."""
     unfinished_outcome: float = 0.0
     """Outcome of a rollout that ran out of tokens or time."""

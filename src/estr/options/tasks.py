@@ -8,7 +8,7 @@ The tables of a mix may have two keys of their own beside those of their task: `
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,12 @@ from .suggest import nameless
 MIX = "mix"
 REWARD_TIMEOUT_S = 30.0
 TOOL_TIMEOUT_S = 10.0
+JUDGE_TIMEOUT_S = 18.0
+JUDGE_TRIES = 3
+JUDGE_PAUSE_S = 1.0
+"""Before the second try; doubled before each later one."""
+PROBLEM_TIMEOUT_S = 30.0
+SCORE_TIMEOUT_S = 10.0
 _LARGEST = 1e9
 """Weight of a task: sums of weights stay finite, and no part rounds to nothing."""
 
@@ -52,26 +58,52 @@ def entries(task: Mapping[str, Any]) -> tuple[TaskEntry, ...]:
 
 
 def check_call_limits(task: Mapping[str, Any], step_timeout_s: float) -> None:
-    """Raises ConfigError where a call of one's own reward function or tool may take as long as the
-    whole answer of the environment (`rollout.step_timeout_s`) in which it is made: the rollout
-    would end before the call is given up, and be told as an environment that does not answer."""
+    """Raises ConfigError where a call of a reward function, tool, judge or scorer may take as long
+    as the whole answer of the environment (`rollout.step_timeout_s`) in which it is made: the
+    rollout would end before the call is given up, and be told as an environment that does not
+    answer."""
     for entry in entries(task):
-        table = entry.table
-        if table["name"] != "data":
-            continue
-        limits = {}
-        if ":" in str(table.get("reward", "")):
-            limits["reward_timeout_s"] = table.get("reward_timeout_s", REWARD_TIMEOUT_S)
-        if table.get("tools"):
-            limits["tool_timeout_s"] = table.get("tool_timeout_s", TOOL_TIMEOUT_S)
-        for key, value in limits.items():
-            if isinstance(value, int | float) and value >= step_timeout_s:
-                shown = str(value).removesuffix(".0")  # an integer may be beyond all floats
+        for call in _calls(entry.table):
+            if not isinstance(call.value, int | float):
+                continue  # refused where the options are read
+            if call.value >= (step_timeout_s - call.beside_s) / call.times:
+                shown = str(call.value).removesuffix(".0")  # an integer may be beyond all floats
                 raise ConfigError(
-                    f"{entry.place}.{key} = {shown} must be below rollout.step_timeout_s = "
-                    f"{step_timeout_s:g}, the limit of the whole answer; raise "
-                    f"rollout.step_timeout_s or lower {entry.place}.{key}"
+                    f"{entry.place}.{call.key} = {shown}{call.how} must be below "
+                    f"rollout.step_timeout_s = {step_timeout_s:g}, the limit of the whole answer; "
+                    f"raise rollout.step_timeout_s or lower {entry.place}.{call.key}"
                 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A limit of time in a task's table. One answer may wait `times` as long, and beside_s."""
+
+    key: str
+    value: Any
+    how: str = ""
+    times: int = 1
+    beside_s: float = 0.0
+
+
+def _calls(table: Mapping[str, Any]) -> Iterator[_Call]:
+    name = table["name"]
+    if name == "data" and ":" in str(table.get("reward", "")):
+        yield _Call("reward_timeout_s", table.get("reward_timeout_s", REWARD_TIMEOUT_S))
+    if name == "data" and table.get("tools"):
+        yield _Call("tool_timeout_s", table.get("tool_timeout_s", TOOL_TIMEOUT_S))
+    if name == "deep_search" and table.get("judge") == "model":
+        pauses_s = JUDGE_PAUSE_S * (2 ** (JUDGE_TRIES - 1) - 1)
+        how = f", {JUDGE_TRIES} times with {pauses_s:g} s of pauses between,"
+        value = table.get("judge_timeout_s", JUDGE_TIMEOUT_S)
+        yield _Call("judge_timeout_s", value, how, JUDGE_TRIES, pauses_s)
+    if name == "reasoning_gym":
+        making = table.get("problem_timeout_s", PROBLEM_TIMEOUT_S)
+        yield _Call("problem_timeout_s", making)
+        if isinstance(making, int | float):  # in a new process the problem is made again first
+            how = f", after problem_timeout_s = {str(making).removesuffix('.0')},"
+            value = table.get("score_timeout_s", SCORE_TIMEOUT_S)
+            yield _Call("score_timeout_s", value, how, beside_s=making)
 
 
 def title(task: Mapping[str, Any]) -> str:

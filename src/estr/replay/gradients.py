@@ -156,7 +156,8 @@ def trainer_at(recipe: Recipe, checkpoint: Path | None) -> Trainer:
     from ..models import load_model, vocabulary_size
 
     folder = model_folder(recipe)
-    model = load_model(folder, dtype="float32", device=recipe.trainer.device)
+    options = recipe.trainer
+    model = load_model(folder, dtype="float32", device=options.device, attn=options.attention)
     trainer = Trainer(
         model, recipe, MemoryWeightStore(keep=1), vocab_size=vocabulary_size(folder, model)
     )

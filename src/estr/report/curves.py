@@ -168,7 +168,9 @@ def _evaluations(records: Sequence[Record], steps: Sequence[Record]) -> Iterator
     for record in records:
         accuracy = record.get("eval/accuracy")
         if accuracy is not None:
-            low, high = wilson_interval(accuracy, record.get("eval/problems") or 0.0)
+            low, high = record.get("eval/accuracy_low"), record.get("eval/accuracy_high")
+            if low is None or high is None:
+                low, high = wilson_interval(accuracy, record.get("eval/problems") or 0.0)
             recorded = (int(record["step"]), record["wall_s"], tokens)
             place = made.get(int(record["version"]), recorded)
             yield Evaluation(*place, accuracy, low, high, "problems")
