@@ -61,6 +61,9 @@ Answer = tuple[int, str] | float
 """(HTTP status, what the model says or the body of an error), or seconds of silence."""
 
 
+CUT = "an error whose text breaks off"
+
+
 @contextmanager
 def endpoint(*answers: Answer) -> Iterator[tuple[str, list[tuple[str, dict[str, object]]]]]:
     """(url, what it was asked: (Authorization, body)); its answers one by one, the last forever."""
@@ -80,7 +83,11 @@ def endpoint(*answers: Answer) -> Iterator[tuple[str, list[tuple[str, dict[str, 
             self.send_response(status)
             if status == 302:
                 self.send_header("Location", said)
-            self.send_header("Content-Length", str(len(data)))
+            if said == CUT:  # a chunk of 255 bytes is promised
+                self.send_header("Transfer-Encoding", "chunked")
+                data = b"ff\r\n" + data
+            else:
+                self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
 
@@ -116,7 +123,9 @@ def test_a_judge_is_asked_with_the_key_and_its_verdict_taken(
     assert "Exact Answer: Ann {x}" in str(body["messages"])
 
 
-@pytest.mark.parametrize("first", [(503, "busy"), (429, "slow down"), (200, "incorrect: yes")])
+@pytest.mark.parametrize(
+    "first", [(503, "busy"), (503, CUT), (429, "slow down"), (200, "incorrect: yes")]
+)
 def test_what_may_pass_is_tried_again(first: Answer) -> None:
     with endpoint(first, (200, "correct: no")) as (url, asked):
         assert ask(url) is False

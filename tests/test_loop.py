@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from estr.group_endings import MORE_FAILURES
 from estr.loop import Instruments, Loop
 from estr.metrics import read_metrics
 from estr.progress import SilentReporter
+from estr.schedule import Schedule
 from loop_parts import STOP, CoinTask, build, recipe
 
 
@@ -140,6 +142,25 @@ async def test_an_environment_that_raises_is_tried_again(tmp_path: Path) -> None
     assert trainer.step == 6
     assert row["attempts/env_error"] > 0
     assert row["attempts/ok"] >= 24
+
+
+async def test_every_attempt_that_ends_is_told_in_a_deterministic_run(tmp_path: Path) -> None:
+    """Its engine may wait for one that a checkpoint had running, and that never asks again."""
+    failing = iter([True])
+
+    def make(index: int) -> ScriptedEnvironment:
+        if next(failing, False):
+            raise OSError("no sandbox")
+        return ScriptedEnvironment("12", [Reply(outcome=1.0)])
+
+    schedule, told = Schedule(deterministic=True), []
+    schedule.on_rollout_end = told.append
+    loop, _ = build(tmp_path, recipe(steps=3), task=CoinTask(size=6, make=make), schedule=schedule)
+    await finish(loop)
+    row = loop.totals.to_row()
+    assert len(told) == len(set(told)) == row["attempts/ok"] + row["attempts/env_error"]
+    (again,) = (rollout_id for rollout_id in told if rollout_id.attempt)
+    assert replace(again, attempt=0) in told, "the attempt that never asked the engine"
 
 
 async def test_failed_groups_are_issued_again_check_114(tmp_path: Path) -> None:

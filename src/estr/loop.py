@@ -62,14 +62,13 @@ class Instruments:
     watchers: each runs as long as the loop and raises when something has died. gauges: further
     figures of each step. canaries: asks the guard whether the engine computes with the weights that
     it claims. engine_position: where the schedule of a deterministic engine stood at the last
-    snapshot. forget: tells such an engine of every attempt that has ended.
+    snapshot.
     """
 
     watchers: Sequence[Callable[[], Coroutine[Any, Any, None]]] = ()
     gauges: Callable[[], dict[str, float]] = dict
     canaries: Callable[[], Coroutine[Any, Any, list[Finding]]] | None = None
     engine_position: Callable[[], Position | None] = lambda: None
-    forget: Callable[[RolloutId], None] = lambda rollout_id: None
 
 
 class Loop:
@@ -115,11 +114,7 @@ class Loop:
         self.groups = self.buffer.groups
         self._decode = settings[0].codec.decode
         self._members = Members(
-            recipe,
-            {s.task.name: s for s in settings},
-            self.schedule,
-            self.totals,
-            forget=self.instruments.forget,
+            recipe, {s.task.name: s for s in settings}, self.schedule, self.totals
         )
         self._dispatcher = Dispatcher(
             self.engine,

@@ -10,7 +10,7 @@ A member of a replay takes answers and endings from the schedule (`estr.recorded
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,7 +77,7 @@ def unpack_member(data: Mapping[str, Any], pool: SegmentPool) -> Member:
 
 class Members:
     """The members of every running group. settings: by task. totals: where attempts are
-    counted. forget: told of every attempt that has ended in a deterministic run."""
+    counted."""
 
     def __init__(
         self,
@@ -85,13 +85,11 @@ class Members:
         settings: Mapping[str, RolloutSetting],
         schedule: Schedule,
         totals: Metrics,
-        forget: Callable[[RolloutId], None] = lambda rollout_id: None,
     ) -> None:
         self._recipe = recipe
         self._settings = settings
         self._schedule = schedule
         self._totals = totals
-        self._forget = forget
         self._running: dict[int, list[Member]] = {}
         self._num_playing = 0
         self._may_play = asyncio.Event()
@@ -154,7 +152,7 @@ class Members:
             self._totals.add_sum("restarted_rollouts", float(state.num_restarts))
         if self._schedule.deterministic:
             self._schedule.note("rollout", **recorded_end(trajectory, state))
-            self._forget(trajectory.id)
+            self._schedule.on_rollout_end(trajectory.id)
 
     def note_leftover(self) -> None:
         """The run ends: note what unfinished rollouts had been answered, so that a replay does not

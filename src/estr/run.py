@@ -156,11 +156,11 @@ async def _train(
                     gauges=processes.gauges,
                     canaries=None if recipe.guard == "off" else processes.canaries(recipe),
                     engine_position=lambda: processes.position,
-                    forget=processes.forget,
                 ),
                 stop=stop,
                 schedule=schedule,
             )
+            schedule.on_rollout_end = processes.forget
             if saved is not None:
                 await _restore(saved, loop)
             return await _run(loop, processes, folder, saved)

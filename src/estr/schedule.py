@@ -321,6 +321,8 @@ class Schedule:
         self.log = log
         self.replay = replay
         self.deterministic = deterministic
+        self.on_rollout_end: Callable[[RolloutId], None] = lambda rollout_id: None
+        """Told of every attempt of a deterministic run that has ended."""
 
     def note(self, event: str, **values: Any) -> None:
         """It has just happened. In a replay a sequenced event must be the next one and the same.

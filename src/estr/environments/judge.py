@@ -202,7 +202,8 @@ _OPENER = urllib.request.build_opener(_NoRedirect)
 def _said(error: urllib.error.HTTPError) -> str:
     """The beginning of an error's text, as far as it can be read."""
     try:
-        return error.read(500).decode("utf-8", "replace")
+        with error:
+            return error.read(500).decode("utf-8", "replace")
     except (OSError, http.client.HTTPException) as cut:
         return f"{error.reason} ({type(cut).__name__} behind it)"
 
