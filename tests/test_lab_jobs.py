@@ -112,21 +112,26 @@ def test_what_is_no_table_is_named(tmp_path):
         Sweep(tmp_path, processes=1, elsewhere=rows_by_job([path])).run([job(0)])
 
 
-def test_a_killed_sweep_goes_on_where_it_was(tmp_path):
+@pytest.mark.parametrize("how", ["SIGKILL", "SIGTERM", "SIGINT"])
+def test_a_killed_sweep_goes_on_where_it_was(tmp_path, how):
     code = (
         "from pathlib import Path; from estr.lab.sweep import Job, Sweep\n"
         "jobs = [Job({'number': n}, {'number': n, 'log': 'log', 'until': '.' if n < 2 else 'go'}, "
         "'lab_jobs:measured') for n in range(3)]\n"
         "Sweep(Path('.'), processes=1).run(jobs)\n"
     )
-    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=tmp_path, stderr=subprocess.PIPE, text=True
+    )
     try:
         deadline = time.monotonic() + 200
         while len(list(tmp_path.glob("cache/*.json"))) < 2 and time.monotonic() < deadline:
             time.sleep(0.05)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait(timeout=30)
+        process.send_signal(signal.Signals[how])
+        said = process.communicate(timeout=30)[1]
+    kept = f"Interrupted: stopped; finished runs are kept in {Path('cache')}"
+    assert how == "SIGKILL" or kept in said
     assert made(tmp_path) == ["0", "1"]
     (tmp_path / "go").touch()
     jobs = [job(n, until="." if n < 2 else "go") for n in range(3)]

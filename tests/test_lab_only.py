@@ -128,6 +128,16 @@ def test_a_part_does_not_take_the_place_of_the_whole(tmp_path, no_runs):
     assert made.keys() == {"command", "date", "estr", "machine", "runs"}
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [["--only", "regmie=M"], ["--only", "regime=M", "--only", "method=foo"], ["--from", __file__]],
+)
+def test_a_refused_command_leaves_no_folder(tmp_path, no_runs, arguments):
+    result = CliRunner().invoke(cli, ["lab", "controls", "--out", str(tmp_path), *arguments])
+    assert result.exit_code == 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_that_cannot_be_made_is_told_before_anything_runs(tmp_path, monkeypatch):
     monkeypatch.setattr(Sweep, "run", None)
     (tmp_path / "controls").write_text("")

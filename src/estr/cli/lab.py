@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import re
 import shlex
 import sys
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,17 +103,17 @@ def lab(
     elif overrides:
         raise ConfigError("--set changes a recipe, and there is none; name one with --recipe")
     started = time.monotonic()
+    elsewhere = rows_by_job(tables)
     folder = out / "-".join([name, *(["quick"] if quick else []), *_part(only, overrides)])
-    _make(folder)
-    with SweepProgress(sys.stderr) as progress:
+    with _made_folder(folder), SweepProgress(sys.stderr) as progress:
         bench = Lab(
-            Sweep(out, processes=jobs, progress=progress, elsewhere=rows_by_job(tables)),
+            Sweep(out, processes=jobs, progress=progress, elsewhere=elsewhere),
             quick=quick,
             num_seeds=seeds,
             only=_only(only),
         )
         report = run(bench)
-    bench.only.check()
+        bench.only.check()
     for claim in report.claims:
         click.echo(f"{claim.answer:<10} {claim.claim}")
         published = f"; published: {claim.published}" if claim.published else ""
@@ -132,14 +133,22 @@ def _part(only: tuple[str, ...], overrides: tuple[str, ...]) -> list[str]:
     return [plain if len(plain) <= 80 else f"{plain[:80]}-{zlib.crc32(words.encode()):08x}"]
 
 
-def _make(folder: Path) -> None:
-    """Before anything is computed, so that nothing is computed that cannot be kept."""
+@contextlib.contextmanager
+def _made_folder(folder: Path) -> Iterator[None]:
+    """It is made before anything is computed, so that nothing is computed that cannot be kept; what
+    is refused leaves no empty one."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(
             f"the folder {folder} cannot be made: {error.strerror}; choose another --out"
         ) from error
+    try:
+        yield
+    except ConfigError:
+        with contextlib.suppress(OSError):
+            folder.rmdir()
+        raise
 
 
 def _made(report: Report) -> dict[str, str | int]:

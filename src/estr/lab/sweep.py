@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from .. import blocking
 from ..errors import (
     ConfigError,
     DataError,
@@ -141,7 +142,7 @@ class Sweep:
                     f"{len(state.failures)} of {len(state.todo)} runs failed, first "
                     f"{dict(job.labels)}: {reason}; the others are kept in {self._cache.folder}"
                 )
-        except KeyboardInterrupt as stop:
+        except (KeyboardInterrupt, asyncio.CancelledError) as stop:
             raise Interrupted(
                 f"stopped; finished runs are kept in {self._cache.folder}, the same command goes on"
             ) from stop
@@ -150,9 +151,12 @@ class Sweep:
 
     async def _serve_all(self, state: _State, logs: Path) -> None:
         queue = deque(state.todo.items())
-        async with asyncio.TaskGroup() as group:
-            for number in range(min(self._processes, len(queue))):
-                group.create_task(self._serve(_Seat(number, logs), queue, state))
+        this = asyncio.current_task()
+        assert this is not None
+        with blocking.interrupts_go_to(this.cancel):
+            async with asyncio.TaskGroup() as group:
+                for number in range(min(self._processes, len(queue))):
+                    group.create_task(self._serve(_Seat(number, logs), queue, state))
 
     async def _serve(self, seat: _Seat, queue: deque[tuple[str, Job]], state: _State) -> None:
         """One process, job after job; a new one where it died or hung."""
