@@ -34,6 +34,7 @@ from estr.guard.rescore import Rescorer, Scores, Tolerance, logit_noise, unit_of
 from estr.logprobs import token_statistics
 from estr.options.run import LossOptions
 from estr.progress import SilentReporter
+from estr.rollout_state import RolloutState
 from estr.types import Finding, RolloutId, SamplingSettings, Segment, Trajectory, Turn
 from estr.weights import MemoryWeightStore
 from estr.worker import CpuBudget
@@ -322,6 +323,16 @@ def test_swapped_groups_and_mixed_ones() -> None:
     assert kinds(found) == {"labels/mixed_group"}
     twins = dataclasses.replace(GROUP, trajectories=(GROUP.trajectories[0],) * 4)
     assert kinds(list(check_labels([twins], seed=0))) == {"labels/doubled_member"}
+    unasked = dataclasses.replace(
+        GROUP.trajectories[0],
+        segments=RolloutState().segments(),
+        turns=(),
+        status="env_error",
+        outcome=None,
+        reward=None,
+    )
+    one_failed = dataclasses.replace(GROUP, trajectories=(unasked, *GROUP.trajectories[1:]))
+    assert list(check_labels([one_failed], seed=0)) == []
 
 
 def test_advantages_of_other_rewards() -> None:

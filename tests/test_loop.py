@@ -8,6 +8,7 @@ import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -244,10 +245,25 @@ async def test_a_hanging_engine_is_a_timeout_and_the_stall_is_named(tmp_path: Pa
     engine.hang = True
     task = CoinTask()
     task.unfinished_outcome = None  # timeouts are then unscored, so no group can finish
-    limits = {"timeout_s": 0.05, "max_attempts": 1, "max_failed_groups": 10_000}
+    limits = {"timeout_s": 0.05, "step_timeout_s": 0.05, "max_attempts": 1}
+    limits["max_failed_groups"] = 10_000
     loop, _ = build(tmp_path, recipe(rollout=limits), engine=engine, task=task)
-    with pytest.raises(Stalled, match="no group finished within"):
+    with pytest.raises(Stalled, match=r"no group finished within 0\.2 s"):
         await finish(loop)
+
+
+async def test_rollouts_that_use_all_their_limits_are_no_stall(tmp_path: Path) -> None:
+    class SlowToClose(ScriptedEnvironment):
+        async def close(self) -> None:
+            await asyncio.sleep(0.6)
+
+    engine = ScriptedEngine(lambda request: [STOP])
+    engine.hang = True
+    limits = {"timeout_s": 0.1, "step_timeout_s": 3.0, "max_attempts": 1}
+    task = CoinTask(make=lambda index: SlowToClose("12", [Reply(outcome=1.0)]))
+    loop, trainer = build(tmp_path, recipe(steps=1, rollout=limits), engine=engine, task=task)
+    await finish(loop)
+    assert trainer.step == 1
 
 
 async def test_timeouts_are_scored_by_the_rule_of_the_task(tmp_path: Path) -> None:
@@ -388,6 +404,81 @@ class EndlessEvaluator:
         raise AssertionError
 
     async def export(self, folder: Path) -> None: ...
+
+
+async def test_an_evaluation_that_is_left_out_is_told(tmp_path: Path) -> None:
+    the_recipe = recipe(steps=7, eval={"every": 2})
+    evaluations = Evaluations(the_recipe.eval, EndlessEvaluator())
+    reporter = Messages()
+    loop, trainer = build(tmp_path, the_recipe, evaluations=evaluations, reporter=reporter)
+    running = asyncio.create_task(finish(loop))
+    while trainer.step < 7:
+        await asyncio.sleep(0.01)
+    loop.stop()
+    with pytest.raises(Interrupted):
+        await running
+    told = [line for line in reporter.texts if "is left out" in line]
+    assert [line[:35] for line in told] == [
+        "the evaluation due after step 4 is ",
+        "the evaluation due after step 6 is ",
+    ]
+
+
+class ExportingEvaluator:
+    """An EvaluatorClient that finds `accuracies`, and may be made to wait as it exports."""
+
+    def __init__(self, *accuracies: float) -> None:
+        self._accuracies = iter(accuracies)
+        self.exported = 0
+        self.may_export = asyncio.Event()
+        self.may_export.set()
+
+    async def evaluate(self, version: int, num_problems: int) -> list[Any]:
+        accuracy = next(self._accuracies)
+        interval = (accuracy - 0.05, accuracy + 0.05)
+        return [SimpleNamespace(avg_at_k=accuracy, avg_interval=interval)]
+
+    async def export(self, folder: Path) -> None:
+        await self.may_export.wait()
+        self.exported += 1
+
+
+async def test_the_best_version_is_told_once_its_model_is_there(tmp_path: Path) -> None:
+    evaluator = ExportingEvaluator(0.5)
+    evaluator.may_export.clear()
+    evaluations = Evaluations(recipe().eval, evaluator, tmp_path / "best")
+    under_way = asyncio.create_task(evaluations.evaluate(3, 8))
+    await asyncio.sleep(0.01)
+    assert evaluations.found == [], "a checkpoint now must not speak of a model that is not there"
+    evaluator.may_export.set()
+    assert await under_way == 0.5
+    assert evaluations.best == evaluations.found[0] == Accuracy(3, 0.5, 0.45)
+
+
+@pytest.mark.parametrize(
+    ("exported", "replaced", "best"),
+    [
+        (25, False, 25),
+        (50, True, 60),  # of what came after the checkpoint
+        (10, True, 60),  # killed before version 25 took its place
+        (None, True, 60),
+    ],
+)
+async def test_a_resume_knows_a_best_model_that_is_not_of_its_past(
+    tmp_path: Path, exported: int | None, replaced: bool, best: int
+) -> None:
+    evaluator = ExportingEvaluator(0.7)
+    evaluations = Evaluations(recipe().eval, evaluator, tmp_path / "best")
+    past = [Accuracy(10, 0.6, 0.55), Accuracy(25, 0.8, 0.75), Accuracy(40, 0.5, 0.45)]
+    evaluations.resume(past, exported)
+    await evaluations.evaluate(60, 8)
+    assert evaluator.exported == replaced
+    assert evaluations.best is not None
+    assert evaluations.best.version == best
+    assert len(evaluations.found) == 4
+    again = Evaluations(recipe().eval, evaluator, tmp_path / "best")
+    again.resume(evaluations.found, best)
+    assert again.best == evaluations.best
 
 
 async def test_a_stop_while_the_last_evaluation_is_waited_for_saves_all_steps(

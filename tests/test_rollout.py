@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from estr.engine import Request, ScriptedEngine
+from estr.engines.in_process import InProcessEngine
+from estr.engines.local import LocalEngine
 from estr.environment import Reply, ScriptedEnvironment
 from estr.errors import EngineError, EngineTimeout, GraderError, WorkerDied
 from estr.options.run import RolloutOptions
 from estr.rollout import RolloutSetting, run_rollout
 from estr.types import RolloutId, SamplingSettings, Segment, Trajectory
 from loop_parts import STOP, CoinTask, IdCodec
+from tiny_models import tiny_model
 
 ID = RolloutId(run=1, group=2, index=3)
 SAMPLING = SamplingSettings(max_new_tokens=4, max_tokens=20, stop_token_ids=(STOP,))
@@ -354,3 +357,95 @@ async def test_what_has_no_reward_gets_no_penalty() -> None:
 def test_bad_overlong_options_are_refused(bad) -> None:
     with pytest.raises(ValueError, match=next(iter(bad))):
         RolloutOptions(**bad)
+
+
+async def slow_close() -> None:
+    await asyncio.sleep(0.5)
+
+
+async def broken_close() -> None:
+    raise OSError("the sandbox is gone")
+
+
+@pytest.mark.parametrize(
+    ("replies", "delay_s", "close", "expected"),
+    [
+        ([Reply(outcome=1.0)], 0.0, slow_close, ("ok", 1.0)),
+        ([GraderError("no gold")], 0.0, slow_close, ("grader_error", None)),
+        ([EngineError("gone")], 0.0, broken_close, ("engine_error", None)),
+        ([Reply(outcome=1.0)], 30.0, broken_close, ("timeout", 0.0)),
+        ([Reply(outcome=1.0)], 30.0, slow_close, ("timeout", 0.0)),
+        ([Reply(outcome=1.0)], 0.0, broken_close, ("env_error", None)),
+    ],
+)
+async def test_closing_the_environment_changes_no_end_that_was_reached(
+    replies: Sequence[Reply | Exception], delay_s: float, close: Any, expected: tuple[str, Any]
+) -> None:
+    parts, environment, _ = setting(replies, delay_s=delay_s, timeout_s=0.2)
+    environment.close = close
+    trajectory = await play(parts)
+    assert (trajectory.status, trajectory.reward) == expected
+
+
+async def test_a_cancelled_rollout_closes_its_environment_first() -> None:
+    parts, environment, closed = setting([Reply(outcome=1.0)], delay_s=30.0)
+    under_way = asyncio.create_task(play(parts))
+    while not environment.actions:
+        await asyncio.sleep(0.01)
+    under_way.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await under_way
+    assert closed == [1]
+
+
+CONTEXT = 16
+
+
+def context_engine() -> InProcessEngine:
+    model = tiny_model(max_position_embeddings=CONTEXT)
+    return InProcessEngine(LocalEngine(model, vocab_size=10, max_batch=2))
+
+
+async def test_a_rollout_that_fills_the_context_is_truncated_not_an_error() -> None:
+    sampling = SamplingSettings(max_new_tokens=8, max_tokens=64)
+    parts, _, closed = setting([Reply("34")] * 4, engine=context_engine(), sampling=sampling)
+    trajectory = await play(parts)
+    assert (trajectory.status, trajectory.reward) == ("truncated", 0.0), trajectory.error
+    assert trajectory.num_tokens >= CONTEXT
+    assert closed == [1]
+
+
+async def test_a_prompt_that_fills_the_context_is_an_error_that_says_so() -> None:
+    class LongPrompt(ScriptedEnvironment):
+        async def start(self) -> str:
+            return "1" * CONTEXT
+
+    sampling = SamplingSettings(max_new_tokens=8, max_tokens=64)
+    parts, _, _ = setting([], engine=context_engine(), sampling=sampling)
+    task = CoinTask(make=lambda index: LongPrompt("", []))
+    trajectory = await play(dataclasses.replace(parts, task=task))
+    assert (trajectory.status, trajectory.reward) == ("engine_error", None)
+    assert "16 tokens leave no room in the model's context of 16" in (trajectory.error or "")
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "words"),
+    [
+        ("behavior_gini", float("nan"), "a gini is not finite, or below 0"),
+        ("behavior_gini", -1.0, "a gini is not finite, or below 0"),
+        ("behavior_entropies", -1.0, "an entropy is not finite, or below 0"),
+    ],
+)
+async def test_statistics_that_cannot_be_are_the_engines_failure(
+    column: str, value: float, words: str
+) -> None:
+    class Nonsense(ScriptedEngine):
+        async def generate(self, request: Request, timeout_s: float) -> Segment:
+            drawn = await super().generate(request, timeout_s)
+            wrong = np.full(len(drawn), value, dtype=np.float32)
+            return dataclasses.replace(drawn, **{column: wrong})
+
+    parts, _, _ = setting([Reply(outcome=1.0)], engine=Nonsense(lambda request: [5, STOP]))
+    trajectory = await play(parts)
+    assert (trajectory.status, trajectory.reward) == ("engine_error", None)
+    assert words in (trajectory.error or "")

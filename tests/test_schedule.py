@@ -11,9 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import estr.schedule
+from estr.engine import ScriptedEngine
+from estr.engine_versions import EngineVersions
 from estr.errors import DataError, ScheduleError
+from estr.members import Members
+from estr.metrics import Metrics
 from estr.schedule import EventLog, Position, Replay, Schedule, read_lineage
 from estr.types import RolloutId
+from estr.weights import MemoryWeightStore
+from loop_parts import recipe
 
 
 def test_a_resume_keeps_the_first_lines_of_the_lineage(tmp_path: Path) -> None:
@@ -143,3 +149,20 @@ async def test_without_a_replay_nothing_waits_and_without_a_log_nothing_is_writt
 def test_a_position_survives_json() -> None:
     position = Position(12, 34, 2**31, 5, (RolloutId(2**62, 7, 1, 0), RolloutId(2**62, 8, 0, 1)))
     assert Position.unpack(json.loads(json.dumps(position.pack()))) == position
+
+
+async def test_the_replay_of_a_run_killed_in_a_checkpoint_ends_there() -> None:
+    """The event of the checkpoint was written, the load that it waits for was not."""
+    schedule = Schedule(replay=Replay(events("train", "checkpoint"), position=2))
+    store = MemoryWeightStore()
+    store.publish(1, {})
+    versions = EngineVersions(
+        ScriptedEngine(lambda request: []),
+        store,
+        Members(recipe(), {}, schedule, Metrics()),
+        schedule,
+        kv="recompute",
+        on_load=lambda: None,
+    )
+    with pytest.raises(ScheduleError, match="killed in a checkpoint, before its engine had"):
+        await asyncio.wait_for(versions.reach(1), 5)

@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 from .engine import Engine, KVPolicy
+from .errors import ScheduleError
 from .members import Members
 from .schedule import Schedule
 from .weights import WeightStore
@@ -55,9 +56,15 @@ class EngineVersions:
         self._published.set()
 
     async def reach(self, version: int) -> None:
-        """Returns when the engine has this version, which is in the store."""
+        """Returns when the engine has this version, which is in the store. Raises ScheduleError
+        where the run that is replayed ended before it had."""
         self.published()
         while self._engine.version < version:
+            if self._schedule.replay is not None and self._schedule.upcoming("load") is None:
+                raise ScheduleError(
+                    f"the run that is replayed was killed in a checkpoint, before its engine had "
+                    f"version {version}; nothing is recorded beyond it"
+                )
             self._loaded.clear()
             await self._loaded.wait()
 

@@ -4,7 +4,8 @@ EstrError
 |-- ConfigError         a recipe, flag or option is wrong; raised before any compute is spent
 |-- DataError           a file of problems, a model folder or a recorded run is unusable
 |-- EngineError         an engine raised, died or answered nonsense
-|   `-- EngineTimeout   ... or did not answer in time
+|   |-- EngineTimeout   ... or did not answer in time
+|   `-- ContextFull     the model's context has no room for a turn
 |-- WeightsError        published weights are absent, torn, or not the version they claim
 |-- EnvError            an environment or a tool failed (a status of the trajectory, never a reward)
 |-- GraderError         grading failed (a status of the trajectory, never a reward)
@@ -41,6 +42,10 @@ class EngineError(EstrError):
 
 class EngineTimeout(EngineError):
     """An engine did not answer before the deadline."""
+
+
+class ContextFull(EngineError):
+    """A turn was asked for where the model's context has no room for one more token."""
 
 
 class WeightsError(EstrError):

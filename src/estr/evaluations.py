@@ -54,13 +54,31 @@ def mean_and_interval(results: Sequence[EvalResult]) -> tuple[float, float, floa
 @dataclass(slots=True)
 class Evaluations:
     """The evaluations of one run. model_best: where the best version so far is exported to;
-    evaluations differ in size, so the best one is that of the highest lower end."""
+    evaluations differ in size, so the best one is that of the highest lower end. in_question: how
+    many of the first ones are not asked which was best, as model_best holds none of them."""
 
     options: EvalOptions
     evaluator: EvaluatorClient | None = None
     model_best: Path | None = None
     on_result: Callable[[Accuracy, Sequence[EvalResult]], None] = lambda accuracy, results: None
     found: list[Accuracy] = field(default_factory=list)
+    in_question: int = 0
+
+    @property
+    def best(self) -> Accuracy | None:
+        """That of model_best; None: there is none."""
+        left = self.found[self.in_question :]
+        return max(left, key=lambda entry: entry.lower, default=None)
+
+    def resume(self, found: Sequence[Accuracy], exported: int | None) -> None:
+        """Go on from what a checkpoint had found. exported: the version that model_best holds,
+        which may be one that came after that checkpoint, or one from before that was to be
+        replaced: the next evaluation then replaces it, whatever was found before."""
+        self.found = list(found)
+        versions = [entry.version for entry in found]
+        self.in_question = versions.index(exported) if exported in versions else len(found)
+        if self.best is not None and self.best.version != exported:
+            self.in_question = len(found)
 
     def due(self, step: int, steps_made: int, total_steps: int) -> bool:
         """Is one due after optimizer step `step`, the last of `steps_made`?"""
@@ -72,10 +90,11 @@ class Evaluations:
         if self.evaluator is None:
             return None
         results = await self.evaluator.evaluate(version, num_problems)
-        best = max((entry.lower for entry in self.found), default=-1.0)
         entry = Accuracy(version, *mean_and_interval(results)[:2])
+        best = self.best
+        if self.model_best is not None and (best is None or entry.lower > best.lower):
+            await self.evaluator.export(self.model_best)
+        # Not before it is there: a checkpoint between the two would tell of a model that is not.
         self.found.append(entry)
         self.on_result(entry, results)
-        if entry.lower > best and self.model_best is not None:
-            await self.evaluator.export(self.model_best)
         return entry.accuracy

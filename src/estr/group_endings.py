@@ -46,7 +46,8 @@ class GroupEndings:
     def _note_failure(self, group: Group, trajectories: Sequence[Trajectory]) -> None:
         self._failed_in_a_row += 1
         self._totals.add_sum("failed_groups", 1.0)
-        errors = [t.error for t in trajectories if t.error]
+        unscored = [t.error for t in trajectories if t.error and t.reward is None]
+        errors = unscored or [t.error for t in trajectories if t.error]
         reason = errors[0] if errors else "fewer than two members were scored"
         # The numbers in a message often differ where the fault is one.
         alike = re.sub(r"\d+", "N", reason)

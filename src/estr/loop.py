@@ -238,7 +238,8 @@ class Loop:
 
     async def _wait_for_batch(self) -> bool:
         limits = self.recipe.rollout
-        patience_s = 2.0 * limits.timeout_s * limits.max_attempts
+        # An attempt ends within timeout_s, and its environment is closed within step_timeout_s.
+        patience_s = 2.0 * (limits.timeout_s + limits.step_timeout_s) * limits.max_attempts
         if self.schedule.replay is None:
             return await self.buffer.wait_for_batch(patience_s)
         planned = self.schedule.upcoming("train")
@@ -299,7 +300,12 @@ class Loop:
         newest = self.store.latest()
         idle = self._evaluation is None or self._evaluation.done()
         due = self.evaluations.due(self.step, steps_made, self.recipe.steps)
-        if due and idle and newest is not None:
+        if due and not idle:
+            self.reporter.message(
+                f"the evaluation due after step {self.step} is left out: the one before is not "
+                "done; raise eval.every, or lower eval.problems or eval.k"
+            )
+        elif due and newest is not None:
             self._evaluation = self._spawn(self._evaluate_beside(newest), "evaluate")
 
     async def _evaluate_beside(self, version: int) -> None:
@@ -365,15 +371,18 @@ class Loop:
             "num_filtered": self.buffer.num_filtered,
             "members": self._members.pack(self.groups, drawn, pool),
             "totals": self.totals.to_state(),
-            "accuracies": self.evaluations.found,
+            "accuracies": list(self.evaluations.found),
             "wall_s": self.metrics.wall_s,
             "schedule": self.schedule.position(),
         }
         return state, pool.columns()
 
-    def restore(self, state: dict[str, Any], columns: Columns) -> None:
+    def restore(
+        self, state: dict[str, Any], columns: Columns, *, exported: int | None = None
+    ) -> None:
         """Go on from a checkpoint: every outstanding group as it was, unless S or B have changed so
-        that the bound would not hold: then they are dispatched anew, under their old ids."""
+        that the bound would not hold: then they are dispatched anew, under their old ids.
+        exported: the version of the best model so far, as it lies in the run folder."""
         self.step, self.version = state["step"], state["version"]
         self._saved_step = self.step
         self.problems.restore(state["problems"])
@@ -388,7 +397,7 @@ class Loop:
         if not self.recipe.in_flight:
             self._members.restart_other_versions(self.version)
         self.totals.merge(Metrics.from_state(state["totals"]))
-        self.evaluations.found = [Accuracy(*entry) for entry in state["accuracies"]]
+        self.evaluations.resume([Accuracy(*entry) for entry in state["accuracies"]], exported)
         self.metrics.wall_s = state["wall_s"]
 
     def under_way(self) -> set[RolloutId]:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,12 +27,12 @@ import numpy as np
 from .chat import Encoding, Transcript
 from .engine import Engine, Request
 from .environment import Action, Environment, Reply, Task, plain_reply
-from .errors import EngineError, EnvError, GraderError, WorkerError
+from .errors import ContextFull, EngineError, EnvError, GraderError, WorkerError
 from .functions import told
 from .options.run import RolloutOptions
 from .own_loop import Watch
 from .rollout_state import RolloutState, pack_reply
-from .types import RolloutId, SamplingSettings, Segment, Status, Trajectory
+from .types import Float32Array, RolloutId, SamplingSettings, Segment, Status, Trajectory
 
 _watch = Watch()
 """Tells environments that hold the event loop of all rollouts."""
@@ -106,23 +106,69 @@ async def _end(
     deadline_version: int,
 ) -> tuple[Status, str | None]:
     """Play to the end: (status, what went wrong)."""
-    limit = asyncio.timeout(setting.limits.timeout_s)
+    ends_at = asyncio.get_running_loop().time() + setting.limits.timeout_s
     try:
-        async with limit:
-            try:
-                return await _run(setting, state, rollout_id, problem, deadline_version), None
-            except _NotRestored:
-                state.restart()
-                return await _run(setting, state, rollout_id, problem, deadline_version), None
-    except (KeyboardInterrupt, GeneratorExit):
+        return await _run(setting, state, rollout_id, problem, deadline_version, ends_at)
+    except _NotRestored:
+        state.restart()
+        return await _run(setting, state, rollout_id, problem, deadline_version, ends_at)
+
+
+async def _run(
+    setting: RolloutSetting,
+    state: RolloutState,
+    rollout_id: RolloutId,
+    problem: int,
+    deadline_version: int,
+    ends_at: float,
+) -> tuple[Status, str | None]:
+    """The rollout in a fresh environment: (status, what went wrong). The environment is closed on
+    every path, beyond the limit of the rollout: how long that takes changes nothing of an end that
+    was reached in time, nor does its failure stand for an earlier one."""
+    opened: list[Environment] = []
+
+    async def play() -> Status:
+        limit = asyncio.timeout_at(ends_at)
+        try:
+            async with limit:
+                opened.append(setting.task.make(setting.split, problem))
+                transcript = await _entered(setting, opened[0], state)
+                return await _play(
+                    setting, opened[0], transcript, state, rollout_id, deadline_version
+                )
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise _OutOfTime from error
+
+    try:
+        end = await _told(play(), setting.limits)
+    finally:
+        closed = None
+        if opened:
+            closed = await _told(_limited(opened[0], "close", setting.limits), setting.limits)
+    status, error = end
+    if closed is not None and closed[1] is not None and status in ("ok", "truncated"):
+        return closed
+    return status, error
+
+
+async def _told(
+    work: Coroutine[Any, Any, Status], limits: RolloutOptions
+) -> tuple[Status, str | None]:
+    """What it comes to, or (the status of its failure, what went wrong). Only cancellation and
+    _NotRestored pass through."""
+    try:
+        return await work, None
+    except (KeyboardInterrupt, GeneratorExit, _NotRestored):
         raise
     except BaseException as failure:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             # What an environment raises as it is closed must not take the place of the end.
             raise asyncio.CancelledError from failure
-        if isinstance(failure, TimeoutError) and limit.expired():
-            return "timeout", f"no end within rollout.timeout_s = {setting.limits.timeout_s:g} s"
+        if isinstance(failure, _OutOfTime):
+            return "timeout", f"no end within rollout.timeout_s = {limits.timeout_s:g} s"
         return _failed(failure)
 
 
@@ -141,24 +187,19 @@ class _NotRestored(Exception):
     """A fresh environment cannot be brought to where a saved rollout stands."""
 
 
-async def _run(
-    setting: RolloutSetting,
-    state: RolloutState,
-    rollout_id: RolloutId,
-    problem: int,
-    deadline_version: int,
-) -> Status:
-    """The rollout in a fresh environment, which is closed on every path."""
-    environment = setting.task.make(setting.split, problem)
-    try:
-        if state.parts:
-            transcript = await _restore(setting, environment, state)
-        else:
-            transcript = await _begin(setting, environment)
-            state.add_context(transcript.ids, setting.sampling.max_tokens)
-        return await _play(setting, environment, transcript, state, rollout_id, deadline_version)
-    finally:
-        await _limited(environment, "close", setting.limits)
+class _OutOfTime(Exception):
+    """rollout.timeout_s is over."""
+
+
+async def _entered(
+    setting: RolloutSetting, environment: Environment, state: RolloutState
+) -> Transcript:
+    """What the model has read and written when the rollout begins or goes on."""
+    if state.parts:
+        return await _restore(setting, environment, state)
+    transcript = await _begin(setting, environment)
+    state.add_context(transcript.ids, setting.sampling.max_tokens)
+    return transcript
 
 
 async def _begin(setting: RolloutSetting, environment: Environment) -> Transcript:
@@ -202,7 +243,13 @@ async def _play(
     budget) or a budget runs out ("truncated")."""
     limits = setting.limits
     while not state.ended and len(state.replies) < setting.task.max_turns:
-        if not state.answer_due and not await _draw(setting, state, rollout_id, deadline_version):
+        try:
+            room = state.answer_due or await _draw(setting, state, rollout_id, deadline_version)
+        except ContextFull:
+            if not state.turns:  # the prompt alone is too long: that is not the policy's doing
+                raise
+            room = False
+        if not room:
             return "truncated"
         drawn = state.parts[-1]
         if drawn.finish_reason not in ("stop", "length"):
@@ -262,10 +309,16 @@ def _check_drawn(drawn: object, request: Request) -> None:
         wrong = "it is empty"
     elif np.isnan(drawn.behavior_logprobs).any() or (drawn.behavior_logprobs > 1e-3).any():
         wrong = "a log-prob is NaN or above 0"
-    elif not np.isfinite(drawn.behavior_entropies).all():
-        wrong = "an entropy is not finite"
+    elif not _are_uncertainties(drawn.behavior_entropies):
+        wrong = "an entropy is not finite, or below 0"
+    elif drawn.behavior_gini is not None and not _are_uncertainties(drawn.behavior_gini):
+        wrong = "a gini is not finite, or below 0"
     if wrong is not None:
         raise EngineError(f"{request.id}: the engine's answer is unusable: {wrong}")
+
+
+def _are_uncertainties(values: Float32Array) -> bool:
+    return bool(np.isfinite(values).all() and (values >= -1e-3).all())  # rounding may pass 0
 
 
 def _action(codec: Encoding, drawn: Segment, sampling: SamplingSettings) -> Action:

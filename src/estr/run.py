@@ -41,7 +41,7 @@ from .schedule import (
     read_run_events,
     require_whole_plan,
 )
-from .subject import data_fingerprint, model_folder, resolve_plays
+from .subject import data_fingerprint, model_folder, resolve_plays, stamped_version
 from .wandb_log import WandbLog
 from .worker import busy_share, guard_share
 
@@ -162,7 +162,7 @@ async def _train(
             )
             schedule.on_rollout_end = processes.forget
             if saved is not None:
-                await _restore(saved, loop)
+                await _restore(saved, loop, folder)
             return await _run(loop, processes, folder, saved)
         finally:
             await processes.close()
@@ -193,12 +193,13 @@ def _logs(recipe: Recipe, folder: RunFolder) -> list[WandbLog]:
     return [WandbLog(folder.path, recipe)] if recipe.wandb.project else []
 
 
-async def _restore(saved: Saved, loop: Loop) -> None:
+async def _restore(saved: Saved, loop: Loop, folder: RunFolder) -> None:
     """Trainer and loop as the checkpoint has them. Raises CheckpointError where it is malformed, or
     its parts are of different moments."""
     version = await loop.trainer.restore(saved.folder)
     try:
-        loop.restore(saved.state, saved_columns(saved.folder))
+        exported = _exported(folder)
+        loop.restore(saved.state, saved_columns(saved.folder), exported=exported)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{saved.folder}/state.json is malformed: {error!r}") from error
     if version != loop.version:
@@ -206,6 +207,14 @@ async def _restore(saved: Saved, loop: Loop) -> None:
             f"checkpoint {saved.folder} holds weights of version {version} and groups of version "
             f"{loop.version}; remove it to go on from the one before"
         )
+
+
+def _exported(folder: RunFolder) -> int | None:
+    """The version of the best model so far; None where there is none that could be read."""
+    try:
+        return stamped_version(folder.model_best)
+    except DataError:
+        return None
 
 
 def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:
@@ -321,7 +330,7 @@ def _hint(folder: RunFolder) -> str:
 def _summarize(loop: Loop, recipe: Recipe, folder: RunFolder, shares: list[float]) -> Summary:
     row = loop.totals.to_row()
     accuracies = [accuracy for _, accuracy, _ in loop.evaluations.found]
-    best = max(loop.evaluations.found, key=lambda entry: entry.lower, default=None)
+    best = loop.evaluations.best
     tokens, wall_s = int(row.get("eligible_tokens") or 0), loop.metrics.wall_s
     return Summary(
         name=folder.path.name,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..engine import Request
-from ..errors import EngineError
+from ..errors import ContextFull, EngineError
 from ..types import FinishReason, Int32Array, Segment
 from .sampler import StreamName, stream_name
 
@@ -73,10 +73,16 @@ class Row:
 
 def new_row(request: Request, arrival: int, *, vocab_size: int, max_positions: int | None) -> Row:
     """The row of a request. max_positions: the longest context of the model, in tokens (None: no
-    limit). Raises EngineError, naming the request, for one that cannot be served."""
-    reason = _unservable(request, vocab_size, max_positions)
+    limit). Raises EngineError, naming the request, for one that cannot be served: ContextFull where
+    that has no room."""
+    reason = _unservable(request, vocab_size)
     if reason is not None:
         raise EngineError(f"{request.id}: {reason}")
+    if max_positions is not None and len(request.token_ids) >= max_positions:
+        raise ContextFull(
+            f"{request.id}: {len(request.token_ids)} tokens leave no room in the model's context "
+            f"of {max_positions}; lower sampling.max_tokens"
+        )
     try:
         stream = stream_name(request.id)
     except ValueError as error:
@@ -91,18 +97,13 @@ def new_row(request: Request, arrival: int, *, vocab_size: int, max_positions: i
     return row
 
 
-def _unservable(request: Request, vocab_size: int, max_positions: int | None) -> str | None:
+def _unservable(request: Request, vocab_size: int) -> str | None:
     tokens, sampling = request.token_ids, request.sampling
     if not len(tokens):
         return "the prompt is empty; a model needs at least one token to go on from"
     if tokens.min() < 0 or tokens.max() >= vocab_size:
         wrong = tokens[(tokens < 0) | (tokens >= vocab_size)][0]
         return f"token id {wrong} is outside the vocabulary [0, {vocab_size})"
-    if max_positions is not None and len(tokens) >= max_positions:
-        return (
-            f"{len(tokens)} tokens leave no room in the model's context of {max_positions}; "
-            "lower sampling.max_tokens"
-        )
     if request.max_new_tokens < 1:
         return f"max_new_tokens must be at least 1, not {request.max_new_tokens}"
     if not 0 <= sampling.temperature < math.inf:

@@ -54,7 +54,7 @@ def check_labels(groups: Sequence[TrainingGroup], *, seed: int) -> Iterator[Find
         if len(set(indices)) < len(indices):
             yield Finding("labels", "doubled_member", f"group {group.id} has members {indices}")
         problems = {(t.task, t.problem) for t in members}
-        prompts = {_prompt(t) for t in members if t.segments}
+        prompts = {_prompt(t) for t in members if t.num_tokens}
         if len(problems) > 1 or len(prompts) > 1:
             yield Finding(
                 "labels",
