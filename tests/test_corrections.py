@@ -594,3 +594,47 @@ def test_the_documented_correction_works(import_from: Callable[[str, str], None]
     assert kept(columns, "sequence_mask:SequenceMask", width=0.05)[:3] == [True, True, False]
     with pytest.raises(ConfigError, match="width must be above 0"):
         build_correction([{"name": "sequence_mask:SequenceMask", "width": -1.0}])
+
+
+class Misbehaving:
+    """A correction of one's own; `how` says in what it goes wrong."""
+
+    @dataclass(frozen=True)
+    class Options:
+        how: str = ""
+
+    needs: frozenset[str] = frozenset()
+
+    def __init__(self, options: Options) -> None:
+        self.how = options.how
+        if self.how == "exit":
+            raise SystemExit(0)
+
+    def __call__(self, columns: TokenColumns) -> Verdict:
+        keep: Any = torch.ones_like(columns.loss_mask)
+        weight = None
+        if self.how == "list":
+            keep = [True]
+        elif self.how == "negative":
+            weight = -torch.ones(keep.shape)
+        elif self.how == "nan":
+            weight = torch.full(keep.shape, math.nan)
+        elif self.how == "writes":
+            columns.loss_mask.fill_(False)
+        return Verdict(keep, weight)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("exit", "cannot be made of its options: SystemExit: 0"),
+        ("list", "must return a Verdict whose keep is a bool tensor"),
+        ("negative", "weights must be finite and at least 0"),
+        ("nan", "weights must be finite and at least 0"),
+        ("writes", "changes the columns that it is given"),
+    ],
+)
+def test_a_correction_of_ones_own_that_misbehaves_is_refused(how: str, words: str) -> None:
+    entry = {"name": f"{__name__}:Misbehaving", "how": how}
+    with pytest.raises(ConfigError, match=words):
+        build_correction([entry])

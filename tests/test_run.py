@@ -15,8 +15,10 @@ from estr.errors import CheckpointError, DataError
 from estr.ledger import find_parts, open_ledger, parts_up_to
 from estr.metrics import read_metrics
 from estr.models import load_model, load_tokenizer, resolve_model, save_model
+from estr.results import read_run
 from estr.run import train
 from estr.run_folder import RunFolder
+from estr.subject import stamped_version
 from tiny import tiny_model
 
 SMALL = [
@@ -124,10 +126,18 @@ def test_a_run_goes_on_from_its_checkpoint(finished: Path, tmp_path: Path) -> No
     _, state, _ = Checkpoints(finished / "checkpoints").newest()
     assert state["step"] == 8
     before = read_metrics(finished / "metrics.jsonl").records
+    best = read_run(finished).best
     summary = train(recipe, resume=finished, accept_changes=True)
     after = read_metrics(finished / "metrics.jsonl").records
     assert summary.steps == 10
     assert after[: len(before)] == before
+    # The best model is kept although its evaluation came after the checkpoint, unless a better came.
+    now = read_run(finished).best
+    assert best is not None
+    assert now is not None
+    assert now.interval[0] >= best.interval[0]  # type: ignore[index]
+    assert now.version == stamped_version(finished / "model" / "best")
+    assert summary.best_accuracy == now.accuracy
     assert [r["step"] for r in after if "loss" in r] == list(range(1, 11))
     assert find_parts(finished).steps == list(range(1, 11))
     assert summary.trained_tokens == sum(r["eligible_tokens"] for r in after if "loss" in r)

@@ -167,7 +167,7 @@ class MetricsWriter:
         run_folder: str | Path,
         *,
         tensorboard: bool = True,
-        from_step: int = 0,
+        from_step: int | None = None,
         also: Sequence[MetricsLog] = (),
     ) -> None:
         folder = Path(run_folder)
@@ -181,7 +181,7 @@ class MetricsWriter:
             from tensorboardX import SummaryWriter
 
             # A run that goes on from a step hides what TensorBoard has beyond it.
-            purge = {"purge_step": from_step + 1} if from_step else {}
+            purge = {} if from_step is None else {"purge_step": from_step + 1}
             self._board = SummaryWriter(str(folder / "tensorboard"), **purge)
 
     def write(self, *, step: int, version: int, wall_s: float, values: Mapping[str, Any]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from .errors import DataError
 from .metrics import read_metrics
 from .run_folder import RunFolder, Summary
-from .subject import find_run
+from .subject import find_run, stamped_version
 
 _ABOUT_A_ROW = ("step", "version", "wall_s", "time")
 
@@ -108,10 +108,20 @@ def read_run(
         summary=run.summary(),
         before=found[0] if found else None,
         after=found[-1] if found else None,
-        # Evaluations differ in size, so the best one is that of the highest lower end.
-        best=max(found, key=_lower_end, default=None),
+        best=_best(found, run.model_best),
         metrics=_numbers(steps[-1]) if steps else {},
     )
+
+
+def _best(found: Sequence[HeldOut], model_best: Path) -> HeldOut | None:
+    """That of the model in model_best; where it cannot be told, the one of the highest lower end,
+    as evaluations differ in size."""
+    try:
+        kept = stamped_version(model_best)
+    except DataError:
+        kept = None
+    of_it = [one for one in found if one.version == kept]
+    return max(of_it or found, key=_lower_end, default=None)
 
 
 def _lower_end(found: HeldOut) -> float:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from . import blocking
 from .checkpoint import Checkpoints, saved_columns
@@ -24,7 +25,7 @@ from .evaluations import Evaluations
 from .ledger import LedgerWriter
 from .loop import Instruments, Loop
 from .machine import check_devices, check_packages
-from .metrics import MetricsWriter
+from .metrics import MetricsWriter, read_metrics
 from .problems import check_curriculum
 from .processes import LocalProcesses, Processes
 from .progress import Reporter, SilentReporter
@@ -139,7 +140,7 @@ async def _train(
                 RolloutSetting(processes.engine, *play, recipe.rollout, worker="engine")
                 for play in plays
             ]
-            from_step = saved.state["step"] if saved else 0
+            from_step = saved.state["step"] if saved else None
             writer = stack.enter_context(MetricsWriter(folder.path, from_step=from_step, also=also))
             loop = Loop(
                 recipe,
@@ -199,6 +200,7 @@ async def _restore(saved: Saved, loop: Loop, folder: RunFolder) -> None:
     version = await loop.trainer.restore(saved.folder)
     try:
         exported = _exported(folder)
+        _add_recorded(saved.state, folder, exported)
         loop.restore(saved.state, saved_columns(saved.folder), exported=exported)
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{saved.folder}/state.json is malformed: {error!r}") from error
@@ -215,6 +217,19 @@ def _exported(folder: RunFolder) -> int | None:
         return stamped_version(folder.model_best)
     except DataError:
         return None
+
+
+def _add_recorded(state: dict[str, Any], folder: RunFolder, exported: int | None) -> None:
+    """The evaluation of the best model, where it ended after the checkpoint that it belongs to (the
+    last of a run does), as the metrics tell it."""
+    found = state["accuracies"]
+    if exported is None or exported > state["version"] or exported in (v for v, *_ in found):
+        return
+    for row in read_metrics(folder.path / "metrics.jsonl").records:
+        if "eval/accuracy" in row and row["version"] == exported:
+            accuracy = row["eval/accuracy"]
+            found.append([exported, accuracy, row.get("eval/accuracy_low", accuracy)])
+            return
 
 
 def _ledger(recipe: Recipe, folder: RunFolder) -> LedgerWriter | None:

@@ -199,6 +199,11 @@ def resolve_plays(
         for split in ("train", "test"):
             if task.size(split) == 0:
                 raise ConfigError(f"task {task.name} has no problem in its {split} split")
+        if not isinstance(task.max_turns, int) or task.max_turns < 1:
+            raise ConfigError(
+                f"task {task.name} has max_turns = {task.max_turns!r}; it must be a whole number "
+                "of at least 1"
+            )
         require_renderable(task, codec, recipe)
         sampling = SamplingSettings(
             temperature=temperature,
@@ -234,7 +239,7 @@ async def _first_prompt(task: Task, timeout_s: float) -> Prompt | None:
             return await asyncio.wait_for(environment.start(), timeout_s)
         finally:
             await asyncio.wait_for(environment.close(), timeout_s)
-    except Exception:  # noqa: BLE001 - a user's environment may raise anything
+    except (Exception, SystemExit):  # noqa: BLE001 - a user's environment may raise anything
         return None
 
 

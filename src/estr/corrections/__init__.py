@@ -155,9 +155,16 @@ def _build(entry: Mapping[str, Any], place: str) -> Correction:
             f"{place}.name = {name!r}: give the class an attribute Options, the dataclass of "
             "its options (one without fields if it has none)"
         )
-    correction: Correction = cls(
-        read_options(options_class, options, place, of=name, taken=["name"])
-    )
+    given = read_options(options_class, options, place, of=name, taken=["name"])
+    try:
+        correction: Correction = cls(given)
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:  # a user's correction may raise anything
+        raise ConfigError(
+            f"{place}.name = {name!r} cannot be made of its options: "
+            f"{type(error).__name__}: {error}"
+        ) from error
     return correction
 
 
@@ -201,11 +208,20 @@ def _trial(name: str, correction: Correction) -> Verdict:
         ) from error
     if not (
         isinstance(verdict, Verdict)
+        and isinstance(verdict.keep, torch.Tensor)
         and verdict.keep.dtype == torch.bool
         and verdict.keep.shape == value.shape
     ):
         raise ConfigError(
             f"correction {name} must return a Verdict whose keep is a bool tensor of the columns' "
             f"shape, not {verdict!r}"
+        )
+    if not columns.loss_mask.all():
+        raise ConfigError(f"correction {name} changes the columns that it is given; clone them")
+    weight = None if verdict.weight is None else verdict.weight[verdict.keep]
+    if weight is not None and not bool((weight >= 0).all() and weight.isfinite().all()):
+        raise ConfigError(
+            f"correction {name} gives a made-up token the weight {weight}; weights must be finite "
+            "and at least 0, or the loss would lead away from what is rewarded"
         )
     return verdict

@@ -148,6 +148,8 @@ class ScheduledEngine(LocalEngine):
     def _do_refill(self) -> None:
         self._refill = False
         self._write("refill")
+        if self._log is not None:
+            self._log.sync()  # the checkpoint that asks for it is refused without these lines
         self.drop_caches()
         lines, crc = (self._log.num_lines, self._log.crc) if self._log is not None else (0, 0)
         # Of a checkpoint that is gone on from, those that have not all come yet.

@@ -108,6 +108,8 @@ def checked(rows: Any) -> list[Row]:
     for row in rows:
         if not isinstance(row, dict) or not row.keys() >= {"measure", "step", "value"}:
             raise ValueError(f"a row needs measure, step and value, unlike {_short(row)}")
+        if not isinstance(row["measure"], str) or not isinstance(row["step"], int):
+            raise ValueError(f"measure must be a text and step a whole number in {_short(row)}")
         if not isinstance(row["value"], int | float | None):
             raise ValueError(f"a value must be a number or None, not {_short(row['value'])}")
     return rows
