@@ -131,7 +131,7 @@ def test_a_run_goes_on_from_its_checkpoint(finished: Path, tmp_path: Path) -> No
     after = read_metrics(finished / "metrics.jsonl").records
     assert summary.steps == 10
     assert after[: len(before)] == before
-    # The best model is kept although its evaluation came after the checkpoint, unless a better came.
+    # The best model is kept, though evaluated after the checkpoint, unless a better one came.
     now = read_run(finished).best
     assert best is not None
     assert now is not None
