@@ -142,18 +142,18 @@ async def _run(
             raise _OutOfTime from error
 
     try:
-        end = await _told(play(), setting.limits)
+        end = await _end_of(play(), setting.limits)
     finally:
         closed = None
         if opened:
-            closed = await _told(_limited(opened[0], "close", setting.limits), setting.limits)
+            closed = await _end_of(_limited(opened[0], "close", setting.limits), setting.limits)
     status, error = end
     if closed is not None and closed[1] is not None and status in ("ok", "truncated"):
         return closed
     return status, error
 
 
-async def _told(
+async def _end_of(
     work: Coroutine[Any, Any, Status], limits: RolloutOptions
 ) -> tuple[Status, str | None]:
     """What it comes to, or (the status of its failure, what went wrong). Only cancellation and
